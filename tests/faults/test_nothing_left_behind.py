@@ -9,12 +9,15 @@ import select
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from elastic import wait_until
 from pace import pace
 from rallypoint._core import process
+from supervisors import Popen, run
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -410,3 +413,60 @@ def test_the_hunt_finds_what_hides():
             os.waitpid(pid, 0)
     finally:
         process.set_subreaper(was)
+
+
+# -- shared memory -----------------------------------------------------------------------------------
+
+SHARES = """
+import os, pathlib, signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+block = SharedMemory(create=True, size=4096)
+pathlib.Path("block-" + os.environ["RANK"]).write_text(block.name)
+while not all(os.path.exists(f"block-{rank}") for rank in range(2)):
+    time.sleep(0.02)
+if os.environ["RANK"] == "1" and sys.argv[1] == "a worker":
+    os._exit(3)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("who", ["a worker", "the supervisor", "the fork server"])
+def test_what_workers_shared_is_removed_when_they_are_killed(tmp_path: Path, who: str) -> None:
+    """By multiprocessing's own process for that, which has to outlive them for a moment."""
+    (tmp_path / "shares.py").write_text(SHARES)
+    words = ["rally", "run", "--nproc-per-node", "2", "--shutdown-timeout", "0.2", "shares.py", who]
+    job = Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        notes = [tmp_path / f"block-{rank}" for rank in range(2)]
+        wait_until(lambda: all(each.exists() and each.read_text() for each in notes), "blocks")
+        blocks = [Path("/dev/shm", each.read_text()) for each in notes]
+        if who == "the supervisor":
+            job.kill()
+        if who == "the fork server":
+            (server,) = process.children(job.pid)
+            os.kill(server, signal.SIGKILL)
+        assert job.wait(120) != 0
+        wait_until(lambda: not any(each.exists() for each in blocks), f"{blocks} are gone")
+    finally:
+        job.kill()
+        job.wait(60)
+
+
+# -- a death ahead of its signal ---------------------------------------------------------------------
+
+AHEAD = """
+import os, pathlib, signal, time
+if os.environ["RALLY_GENERATION"] == "0":
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    raise ValueError("of its own")
+time.sleep(3)
+"""
+
+
+def test_a_death_that_was_held_back_is_not_one_of_the_next_generation(tmp_path: Path) -> None:
+    (tmp_path / "ahead.py").write_text(AHEAD)
+    flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "0.3")
+    done = run(["rally", "run", *flags, "ahead.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -148,3 +148,24 @@ def test_a_flag_for_other_signals_leaves_ctrl_c_and_a_closed_terminal(
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(120) == 128 + number
+
+
+def test_files_of_the_current_folder_do_not_stand_in_for_modules_of_ours(tmp_path: Path) -> None:
+    """Only those beside a script do, for the script; and a program that is no Python has none."""
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "train.py").write_text("print('it ran')\n")
+    for name in ("contextlib", "signal", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
+    for words, times in (
+        (("--start-method", "exec", "--nproc-per-node", "2", "beside/train.py"), 2),
+        (("--no-python", "echo", "it ran"), 1),
+    ):
+        done = subprocess.run(
+            [supervisors.RALLY, "run", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert (done.returncode, done.stdout) == (0, "it ran\n" * times), done.stderr

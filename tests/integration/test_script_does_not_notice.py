@@ -1013,6 +1013,27 @@ def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launch
     assert_same(done)
 
 
+def test_what_torch_reads_at_import_alone_is_told(tmp_path: Path, stub_torch: Path) -> None:
+    """Once, and not of what the environment of `rally run` has, nor of what has been applied."""
+    source = (
+        "import os, pathlib\n"
+        "os.environ['TORCHINDUCTOR_FORCE_DISABLE_CACHES'] = '1'\n"
+        "os.environ['PYTORCH_JIT'] = '0'\n"
+        "os.environ['TORCH_TRACE'] = os.getcwd() + '/trace'\n"
+        "os.environ['MINE'] = '1'\n"
+        "import torch\n"
+        "f = torch.jit.script(pathlib.Path)\n"
+        "handlers = [each.root_dir for each in torch._logging._internal.trace_log.handlers]\n"
+        "print(f is pathlib.Path, handlers == [os.getcwd() + '/trace'])\n"
+    )
+    flags = ["--nproc-per-node", "2"]
+    probe = Probe(files={"probe.py": source}, flags=flags, real_torch=True)
+    done = run_one(probe, "forkserver", tmp_path, stub_torch)
+    assert done.out.splitlines() == ["True True"] * 2, done
+    assert done.err.count("may have no effect") == 1, done
+    assert "rally: TORCHINDUCTOR_FORCE_DISABLE_CACHES: read when torch was imported" in done.err
+
+
 # -- several workers: nothing random may be shared --------------------------------------------------
 
 RANDOM = """

@@ -55,6 +55,7 @@ def worst(findings: list[Finding]) -> tuple[Level, str] | None:
         ({"locked_memory": 64 << 10}, None),
         ({"locked_memory": 64 << 10, "infiniband": True}, (Level.PROBLEM, "locked memory")),
         ({"infiniband": True}, None),
+        ({"folder_problem": "temporary files: Read-only file system"}, (Level.PROBLEM, "disk")),
         ({"processes": 100}, (Level.REMARK, "processes")),
         ({"too_many_workers": "no more than 2"}, (Level.PROBLEM, "processes")),
         ({"cpus": 2}, (Level.REMARK, "CPUs")),
@@ -253,3 +254,39 @@ def test_memory_that_only_caches_files_is_available(
 
     monkeypatch.setattr(Path, "read_text", read)
     assert probe._memory() == available
+
+
+@pytest.mark.parametrize(("capabilities", "limit"), [("000001ffffffffff", None), ("0" * 16, 8192)])
+def test_a_process_that_may_lock_memory_has_no_limit_of_it(
+    capabilities: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def read_text(path: Path, **more: str) -> str:
+        if str(path) == "/proc/self/status":
+            return f"Name:\tx\nCapEff:\t{capabilities}\n"
+        return read(path, **more)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(probe, "_hard", lambda which: 8192)
+    assert probe.facts(1).locked_memory == limit
+
+
+def test_folders_that_cannot_be_used_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(probe.tempfile, "gettempdir", none)
+    exists = Path.exists
+
+    def refuses(path: Path, **more: object) -> bool:
+        if str(path) == "/root/logs":
+            raise PermissionError(13, "Permission denied")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refuses)
+    found = probe.facts(1, "/root/logs")
+    assert found.folder_problem.startswith("temporary files: No usable temporary directory")
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "exists", refuses)
+    assert probe.facts(1, "/root/logs").folder_problem == "/root/logs: Permission denied"

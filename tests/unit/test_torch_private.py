@@ -125,6 +125,12 @@ def callees() -> Iterator[Callee]:
         (subprocess, "_args_from_interpreter_flags", "", "interpreter_flags"),
         (runpy, "_run_module_as_main", "mod_name, alter_argv", "run_module_as_main"),
         (torch._logging._internal, "_init_logs", "log_file_name", "read_log_settings"),
+        (
+            type(torch.jit._state._enabled),
+            "parse_env",
+            "self, name, default, true_message, false_message",
+            "read_jit_setting",
+        ),
         (threading, "_shutdown", "", "join_threads"),
         (atexit, "_run_exitfuncs", "() -> None", "run_exit_functions"),
         (

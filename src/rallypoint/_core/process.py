@@ -20,6 +20,10 @@ from rallypoint._core import clock
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+# In the command lines of processes that remove what others have left: multiprocessing's, loky's, torch's.
+_CLEANERS = (b"resource_tracker import main", b"torch_shm_manager")
+# How long they have once the others are gone. The end of a pipe tells them; that takes milliseconds.
+_CLEAN_UP = 0.5
 
 
 def _prctl(option: int, argument: object) -> None:
@@ -333,6 +337,45 @@ def reap(pids: Iterable[int], patience: float = 0.0) -> None:
             pass  # not a child, or reaped by a waitpid(-1)
         finally:
             os.close(pidfd)
+
+
+def io_priority() -> int | None:
+    """Class and level of this process's I/O, as ``ionice`` sets them (ioprio_get(2)). None: not known here."""
+    number = {"x86_64": 252, "aarch64": 31}.get(os.uname().machine)
+    return None if number is None else int(ctypes.CDLL(None).syscall(number, 1, 0))
+
+
+def cleans_up(pid: int) -> bool:
+    """Whether a process removes what others leave behind (shared memory, named semaphores) once these have ended."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read()
+    except OSError:
+        return False
+    return any(each in words for each in _CLEANERS)
+
+
+class Ending:
+    """Who is to be killed when. Processes that clean up after others get a moment once these have ended: otherwise what
+    was shared stays in /dev/shm for ever."""
+
+    def __init__(self) -> None:
+        self._patience: clock.Deadline | None = None
+
+    def due(self, pids: Iterable[int]) -> list[int]:
+        """Those to kill now.
+
+        Args:
+            pids: all that are left.
+        """
+        left = list(pids)
+        users = [pid for pid in left if not cleans_up(pid)]
+        if users or not left:
+            self._patience = None
+            return users
+        if self._patience is None:
+            self._patience = clock.Deadline(_CLEAN_UP)
+        return left if self._patience.expired() else []
 
 
 def send(pids: Iterable[int], number: int) -> None:

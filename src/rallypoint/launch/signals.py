@@ -111,6 +111,12 @@ class SignalEvents:
         os.close(self._read)
         os.close(self._write)
 
+    def repeat(self) -> None:
+        """After the block: what came too late to be taken has the effect that it would have had without this object."""
+        received, self._received = self._received, []
+        for number in received:
+            signal.raise_signal(number)
+
     def fileno(self) -> int:
         return self._read
 

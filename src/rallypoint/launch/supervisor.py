@@ -257,13 +257,17 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[SignalEvents]:
-        with contextlib.ExitStack() as stack:
-            try:
-                received = stack.enter_context(self._signal_events())
-            except OSError:  # no descriptor is left
-                self._coordination.close("")
-                raise
+        try:
+            received = self._signal_events().__enter__()
+        except OSError:  # no descriptor is left
+            self._coordination.close("")
+            raise
+        try:
             yield received
+        finally:
+            received.__exit__(None, None, None)
+            if self._config.job.kind is TargetKind.FUNCTION:
+                received.repeat()
 
     def _signal_events(self) -> SignalEvents:
         config = self._config
@@ -277,12 +281,20 @@ class Supervisor:
 
     def _start_server(self) -> ServerProcess:
         config = self._config
-        threads = config.local_world_size or config.workers_per_node or 2
+        threads = config.local_world_size or config.workers_per_node or self._devices() or 2
         env = {
             **secret.environment_of_workers(self._env, config.secret),
             **worker_env.common_defaults(self._env, threads),
         }
         return start_server(config, env, self._token, self._call, self._say)
+
+    def _devices(self) -> int:
+        """How many workers there will be: one for each device, which torch counts later. 0: perhaps there is none."""
+        if self._config.accelerator is None:
+            return 0  # without one, there is a worker for each CPU
+        from .placement import topology
+
+        return topology.num_devices(self._env)
 
     def _serve(self, received: SignalEvents) -> Outcome:
         server, coordination, loop = self._server, self._coordination, self._loop
@@ -767,6 +779,7 @@ class Supervisor:
 
     def _end_generation(self, left: list[int], aim: Aim | None = None) -> None:
         """All processes are gone: collect the failures and results of this generation."""
+        self._held_ends.clear()  # it is over anyway
         self._requests.tell_what_is_left(left)
         self._now.workers.drain(DRAIN_PATIENCE)
         failures = self._causes.failures = in_order_of_blame(self._now.workers.failures())

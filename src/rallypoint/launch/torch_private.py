@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import threading
 import types
@@ -214,7 +215,26 @@ def run_module_as_main(name: str, *, alters_argv: bool = True) -> None:
 def read_log_settings() -> None:
     """Have torch read ``TORCH_LOGS`` and its kin again: it did so on import, before the worker had its variables."""
     torch: Any = sys.modules["torch"]
+    # Nothing has been written yet; a new one has the folder that TORCH_TRACE names now.
+    torch._logging._internal.LOG_TRACE_HANDLER = None
     torch._logging._internal._init_logs()
+
+
+def set_original_folder() -> None:
+    """What multiprocessing takes for the folder that this program was started in: spawned children look for modules there."""
+    from multiprocessing import process
+
+    process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+
+
+def read_jit_setting() -> None:
+    """Have torch read ``PYTORCH_JIT`` again.
+
+    Raises:
+        ValueError: torch does not know the value; as on import.
+    """
+    torch: Any = sys.modules["torch"]
+    torch.jit._state._enabled.__init__()
 
 
 # -- ending like a fresh interpreter --------------------------------------------------------------------------

@@ -150,11 +150,19 @@ def _examine(config: LaunchConfig, say: Say) -> Examination:
     return _together(config, say)
 
 
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="rally-doctor-")
+    except OSError as error:
+        problem = f"cannot create a temporary folder: {error.strerror or error}"
+        raise ConfigError("TMPDIR", None, problem, "set it to a writable folder") from None
+
+
 def _together(config: LaunchConfig, say: Say) -> Examination:
     nodes: list[NodeFacts] = []
     links: list[Link] = []
     reduced: AllReduce | None = None
-    with tempfile.TemporaryDirectory(prefix="rally-doctor-") as folder:
+    with _temporary_folder() as folder:
         result = Path(folder, "found.json")
         problem = _visit(config, result, say)
         try:

@@ -45,6 +45,7 @@ class NodeFacts:
         shm_total: size of ``/dev/shm``.
         shm_free: what is left of it.
         folders: free space of folders that a job writes to.
+        folder_problem: why one of them cannot be used; may be empty.
         name_address: the address of this machine that its name leads to; empty: none.
         gloo: the interface that Gloo takes, and its address.
         nccl: the interfaces that NCCL takes for TCP.
@@ -69,6 +70,7 @@ class NodeFacts:
     shm_total: int | None = None
     shm_free: int | None = None
     folders: Mapping[str, int] | None = None
+    folder_problem: str = ""
     name_address: str = ""
     gloo: tuple[str, str] = ("", "")
     nccl: tuple[str, ...] = ()

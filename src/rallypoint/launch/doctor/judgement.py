@@ -208,6 +208,9 @@ def _shm(where: str, node: NodeFacts) -> Iterator[Finding]:
 
 
 def _disk(where: str, node: NodeFacts) -> Iterator[Finding]:
+    if node.folder_problem:
+        advice = "TMPDIR and --log-dir name folders that this user may write to"
+        yield Finding(Level.PROBLEM, where, "disk", node.folder_problem, advice)
     for folder, free in (node.folders or {}).items():
         level = Level.FINE
         if free < LITTLE_DISK:

@@ -14,6 +14,7 @@ import rallypoint
 from rallypoint._core import addresses, env as environment, limits
 from rallypoint._core.interfaces import Interface, interfaces
 
+from . import cgroup
 from .facts import Gpu, NodeFacts
 
 
@@ -26,6 +27,8 @@ _GPU_FIELDS = (
     "clocks_throttle_reasons.hw_slowdown",
     "clocks_throttle_reasons.sw_thermal_slowdown",
 )
+# linux/capability.h
+_CAP_IPC_LOCK = 14
 _SLOWED = {3: "hardware slowdown", 4: "heat"}
 # Interfaces that NCCL leaves out unless there is no other.
 _NOT_FOR_NCCL = ("lo", "docker")
@@ -44,6 +47,7 @@ def facts(workers: int | None, log_folder: str | None = None) -> NodeFacts:
     most, limit = limits.most_processes()
     shm = _space("/dev/shm")  # noqa: S108  asked for its size
     gpus, gpu_problem = _gpus()
+    folders, folder_problem = _folders(log_folder)
     return NodeFacts(
         host=name,
         python=".".join(map(str, _python())),
@@ -51,16 +55,17 @@ def facts(workers: int | None, log_folder: str | None = None) -> NodeFacts:
         rallypoint=rallypoint.__version__,
         workers=workers,
         open_files=_hard(resource.RLIMIT_NOFILE),
-        locked_memory=_hard(resource.RLIMIT_MEMLOCK),
+        locked_memory=None if _may_lock_all() else _hard(resource.RLIMIT_MEMLOCK),
         processes=most,
         processes_limit=limit,
         too_many_workers=limits.why_not(workers or 1) or "",
         cpus=len(os.sched_getaffinity(0)),
-        quota=_cpu_quota(),
+        quota=cgroup.cpu_quota(),
         memory=_memory(),
         shm_total=None if shm is None else shm[0],
         shm_free=None if shm is None else shm[1],
-        folders=_folders(log_folder),
+        folders=folders,
+        folder_problem=folder_problem,
         name_address=addresses.own_address(name) or "",
         gloo=_gloo(env, found, addresses.own_address(name)),
         nccl=_nccl(env, found),
@@ -88,6 +93,16 @@ def _hard(which: int) -> int | None:
     return None if hard == resource.RLIM_INFINITY else hard
 
 
+def _may_lock_all() -> bool:
+    """Whether the limit of locked memory does not hold for this process: it has CAP_IPC_LOCK."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    words = next((line.split() for line in lines if line.startswith("CapEff:")), [])
+    return len(words) == 2 and bool(int(words[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
 def _space(folder: str) -> tuple[int, int] | None:
     """Size and free bytes."""
     try:
@@ -97,18 +112,27 @@ def _space(folder: str) -> tuple[int, int] | None:
     return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def _folders(log_folder: str | None) -> dict[str, int]:
+def _folders(log_folder: str | None) -> tuple[dict[str, int], str]:
+    """Free bytes where a job writes, and what is wrong with one of these folders; may be empty."""
     free: dict[str, int] = {}
     devices: set[int] = set()
-    for folder in (tempfile.gettempdir(), log_folder):
-        path = Path(folder or ".").absolute()
-        while not path.exists():
-            path = path.parent
-        device = os.stat(path).st_dev
+    problem = ""
+    for name, find in (
+        ("temporary files", tempfile.gettempdir),
+        (log_folder or "the current folder", lambda: log_folder or "."),
+    ):
+        try:
+            path = Path(find()).absolute()
+            while not path.exists():
+                path = path.parent
+            device = os.stat(path).st_dev
+        except OSError as error:
+            problem = problem or f"{name}: {error.strerror or error}"
+            continue
         if device not in devices and (space := _space(os.fspath(path))) is not None:
             devices.add(device)
             free[os.fspath(path)] = space[1]
-    return free
+    return free, problem
 
 
 def _memory() -> int | None:
@@ -119,70 +143,8 @@ def _memory() -> int | None:
     found = {
         name: int(rest.split()[0]) << 10 for name, _, rest in (x.partition(":") for x in lines)
     }
-    available = found.get("MemAvailable")
-    for limit, used, details, prefix in (
-        ("memory.max", "memory.current", "memory.stat", ""),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_",
-        ),
-    ):
-        most, now = _of_cgroup(limit), _of_cgroup(used)
-        if most is None or now is None or available is None:
-            continue
-        # The page cache of files counts as used, and fills a container up to its limit; it goes when memory is needed.
-        stat = _lines_of_cgroup(details)
-        cache = sum(stat.get(f"{prefix}{each}", 0) for each in ("inactive_file", "active_file"))
-        available = min(available, max(0, int(most[0]) - max(0, int(now[0]) - cache)))
-    return available
-
-
-def _cpu_quota() -> float | None:
-    """CPUs that the control group may use, by version 2 or 1 of the interface."""
-    if (both := _of_cgroup("cpu.max")) is not None and len(both) == 2:
-        return int(both[0]) / int(both[1])
-    quota, period = _of_cgroup("cpu/cpu.cfs_quota_us"), _of_cgroup("cpu/cpu.cfs_period_us")
-    if quota is not None and period is not None and int(quota[0]) > 0:
-        return int(quota[0]) / int(period[0])
-    return None
-
-
-def _of_cgroup(name: str) -> list[str] | None:
-    """The numbers in a file of our control group; None: there is none, or no limit."""
-    words = _text_of_cgroup(name).split()
-    return None if not words or not words[0].lstrip("-").isdigit() else words
-
-
-def _lines_of_cgroup(name: str) -> dict[str, int]:
-    """A file of our control group that has a name and a number on each line."""
-    found = {}
-    for line in _text_of_cgroup(name).splitlines():
-        key, _, number = line.partition(" ")
-        if number.isdigit():
-            found[key] = int(number)
-    return found
-
-
-def _text_of_cgroup(name: str) -> str:
-    """What is in a file of our control group; empty: there is none."""
-    own = ""
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or controllers in name.partition("/")[0].split(","):
-                own = path
-    except OSError:
-        return ""
-    folder, _, file = name.rpartition("/")
-    base = Path("/sys/fs/cgroup", folder)
-    for place in (base / own.lstrip("/") / file, base / file):
-        try:
-            return place.read_text()
-        except OSError:
-            continue
-    return ""
+    bounds = [found.get("MemAvailable"), cgroup.available_memory()]
+    return min((each for each in bounds if each is not None), default=None)
 
 
 def _gloo(

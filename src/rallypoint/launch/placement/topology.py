@@ -62,6 +62,18 @@ def read_topology(
     )
 
 
+def num_devices(env: Mapping[str, str]) -> int:
+    """How many GPUs this process sees, without asking their driver; 0: none that can be found like this.
+
+    Args:
+        env: where to look for ``CUDA_VISIBLE_DEVICES`` and its AMD relatives.
+    """
+    try:
+        return len(_read_device_nodes(Path("/sys"), Path("/proc"), env))
+    except ConfigError:
+        return 0
+
+
 # ---- CPUs --------------------------------------------------------------------------------------
 
 

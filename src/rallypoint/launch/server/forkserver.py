@@ -53,7 +53,7 @@ from rallypoint._core.secret import adopt, from_descriptor, offer
 from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
-from rallypoint.launch.worker import bootstrap, ending
+from rallypoint.launch.worker import bootstrap, ending, preloaded
 from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 from . import learning, store_host
@@ -66,6 +66,7 @@ from .templates import Templates
 KILL_PATIENCE = 5.0
 # Requests received at a time; limited because each brings descriptors.
 FEW = 8
+_TORCH = ("torch", "torch.distributed")
 # A signal that arrived here this recently (seconds) has reached the workers too: see rule 5.
 SAME_SIGNAL = 1.0
 
@@ -119,6 +120,7 @@ class ForkServer:
         self._lasting: set[int] = set()  # the job's stores: only the supervisor ends them
         self._sweep_kill_at: float | None = None  # set during the grace period of a sweep
         self._sweep_give_up_at: float | None = None
+        self._ending = process.Ending()
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = supervisor
         self._unserved: set[int] = set()  # descriptors of requests not yet handled
@@ -165,7 +167,9 @@ class ForkServer:
         for name in preload:
             before = len(os.listdir("/proc/self/task"))
             try:
-                importlib.import_module(name)
+                with environment.watched() as reads:
+                    importlib.import_module(name)
+                preloaded.note_reads(reads.names if name in _TORCH else ())
             except BaseException as error:  # noqa: BLE001  any error of user code is reported, SystemExit too
                 text = "".join(traceback.format_exception(error))
                 self._report(
@@ -315,7 +319,9 @@ class ForkServer:
                     os.set_inheritable(fd, True)
                 code = f"{store_host.OWN_INTERPRETER}{call}; {call}{args}"
                 with environment.overlay({"OMP_NUM_THREADS": "1"}):
-                    os.execv(sys.executable, [sys.executable, "-c", code])
+                    # -P: files of the current folder must not stand in for modules.
+                    flags = torch_private.interpreter_flags()
+                    os.execv(sys.executable, [sys.executable, *flags, "-P", "-c", code])
             process.set_title(f"rally: {title}")
             getattr(store_host, call)(*args)
 
@@ -475,7 +481,8 @@ class ForkServer:
         now = clock.MONOTONIC.now()
         self._pass_on_held(all_of_it=True)
         if grace > 0:
-            process.send(self._left(), signal.SIGTERM)
+            users = [pid for pid in self._left() if not process.cleans_up(pid)]
+            process.send(users, signal.SIGTERM)
         self._sweep_kill_at = now + grace
         self._sweep_give_up_at = now + grace + KILL_PATIENCE
 
@@ -490,7 +497,7 @@ class ForkServer:
         now = clock.MONOTONIC.now()
         left = self._left()
         if left and self._sweep_kill_at is not None and now >= self._sweep_kill_at:
-            process.send(left, signal.SIGKILL)
+            process.send(self._ending.due(left), signal.SIGKILL)
             # A process may have forked before the signal reached it: look again soon. The death of a
             # child wakes us sooner.
             self._sweep_kill_at = now + 0.05
@@ -506,7 +513,8 @@ class ForkServer:
         poller = select.poll()
         poller.register(self._wakeup_read, select.POLLIN)
         while not deadline.expired():
-            process.send(process.descendants(os.getpid(), keep=self._lasting), signal.SIGKILL)
+            left = process.descendants(os.getpid(), keep=self._lasting)
+            process.send(self._ending.due(left), signal.SIGKILL)
             self._reap()
             if self._lasting.issuperset(process.children(os.getpid())):
                 break

@@ -327,14 +327,18 @@ class ServerProcess:
         Returns:
             Pids of processes that are still running.
         """
-        deadline = clock.Deadline(patience)
+        deadline, ending = clock.Deadline(patience), process.Ending()
         self.wait(0)
         while True:
             left = self._left()
             if not left or deadline.expired():
                 return left
+            due = ending.due(left)
+            if not due:
+                process.reap(left[:1], 0.05)
+                continue
             pidfds = []
-            for pid in left:
+            for pid in due:
                 try:
                     pidfds.append(os.pidfd_open(pid))
                     os.kill(pid, signal.SIGKILL)

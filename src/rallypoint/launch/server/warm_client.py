@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import rallypoint
-from rallypoint._core import clock, private, user_folder
+from rallypoint._core import clock, private, process, user_folder
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job
 
@@ -338,12 +338,14 @@ def _state() -> dict[str, str]:
             state[each] = os.readlink(f"/proc/self/ns/{each}")
         except OSError:
             continue
-    for each in ("cgroup", "oom_score_adj", "attr/current"):
+    for each in ("cgroup", "oom_score_adj", "attr/current", "personality", "coredump_filter"):
         state[each] = _text(f"/proc/self/{each}")
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
             state[name] = str(resource.getrlimit(getattr(resource, name)))
     state["nice"] = str(os.getpriority(os.PRIO_PROCESS, 0))
+    state["scheduling"] = f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}"
+    state["io"] = str(process.io_priority())
     state["root"] = os.readlink("/proc/self/root")
     return state
 

@@ -37,9 +37,9 @@ from typing import NoReturn
 
 from rallypoint._core import clock, env as environment, process
 from rallypoint._core.secret import adopt, from_descriptor
-from rallypoint.launch import signals
+from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
-from rallypoint.launch.worker import bootstrap
+from rallypoint.launch.worker import bootstrap, preloaded
 
 from . import warm_key
 from .channel import Channel, Message
@@ -97,6 +97,7 @@ class WarmServer:
         with environment.watched() as reads:
             for name in modules:
                 importlib.import_module(name)
+        preloaded.note_reads(reads.names)
         os.chdir("/")  # PYTHONPATH may have been relative to the first job's folder
         self._path.chmod(READY)
         self._loaded = _Loaded(frozenset(reads.names), reads.before, _files())
@@ -246,6 +247,7 @@ class WarmServer:
             sys.path.insert(0, first)
         importlib.invalidate_caches()
         _forget_folder_for_temporary_files()
+        torch_private.set_original_folder()
         secret_fd = secrets[0] if secrets else None
         adopt(None if secret_fd is None else from_descriptor(secret_fd))
         process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")

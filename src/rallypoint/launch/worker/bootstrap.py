@@ -88,6 +88,8 @@ def python_command(code: str, job: Job) -> list[str]:
     flags = torch_private.interpreter_flags()
     if job.unbuffered:
         flags.append("-u")
+    if job.kind is TargetKind.PROGRAM:
+        flags.append("-P")
     path = import_path(job)
     # With -c the first entry of sys.path is the current folder; set it before any other import.
     prologue = "" if path is None else f"import sys; sys.path[0] = {path!r}; "
@@ -101,7 +103,8 @@ def import_path(job: Job) -> str | None:
 
     User modules there may shadow others, so it must be set before torch is imported too.
     """
-    if sys.flags.safe_path or job.path is not None:
+    # A program that is no Python has no such entry.
+    if sys.flags.safe_path or job.path is not None or job.kind is TargetKind.PROGRAM:
         return None
     if job.kind is TargetKind.SCRIPT:
         path = Path(job.name)

@@ -10,8 +10,8 @@ Theory of operation
 In a worker torch has been imported already. So torch and its submodules are removed from
 ``sys.modules`` before the script runs, and a finder restores them when the script first imports torch.
 The finder then compares the variables that ``import torch`` reads with their values in the fork
-server, and applies changes through torch's own functions. ``"torch" in sys.modules``, by which
-libraries check whether a program uses torch, is also as in a plain interpreter.
+server, and applies changes through torch's own functions. For some of them torch has none: one line says so.
+``"torch" in sys.modules``, by which libraries check whether a program uses torch, is also as in a plain interpreter.
 
 Some libraries read settings when they are *loaded* and offer no way to change them later: OpenMP's
 thread binding (``OMP_PROC_BIND``, ``KMP_AFFINITY``), OpenBLAS's number of threads. Set these in the
@@ -26,7 +26,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rallypoint._core import env as environment
@@ -34,8 +34,21 @@ from rallypoint.launch import torch_private
 
 
 _THREADS = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first one set wins
-_LOGS = ("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT")
+_LOGS = (
+    *("TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT", "TORCH_LOGS_TRACE_ID_FILTER"),
+    *("TORCH_TRACE", "TORCH_DTRACE", "TORCH_COMPILE_DEBUG"),
+)
 _DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
+_JIT = ("PYTORCH_JIT",)
+_APPLIED = frozenset((*_THREADS, *_LOGS, *_DEBUG, *_JIT))
+
+# What Python code has read while torch was imported in the process that workers are forks of.
+_reads: set[str] = set()
+
+
+def note_reads(names: Iterable[str]) -> None:
+    """These variables were read while torch was imported."""
+    _reads.update(names)
 
 
 def hide(package: str, changes: Mapping[str, str | None] | None = None) -> None:
@@ -123,6 +136,16 @@ def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> No
         torch_private.read_log_settings()
     if changed(_DEBUG) and torch.distributed.is_available():
         torch.distributed.set_debug_level_from_env()
+    if changed(_JIT):
+        torch_private.read_jit_setting()
+    late = [name for name in sorted(_reads - _APPLIED) if changed((name,))]
+    if late and now.get("LOCAL_RANK", "0") == "0":
+        them = "it" if len(late) == 1 else "them"
+        print(  # noqa: T201  in a worker
+            f"rally: {', '.join(late)}: read when torch was imported, before this script set {them}, and may have no"
+            f" effect; set {them} before rally run, or use --start-method exec",
+            file=sys.stderr,
+        )
 
 
 def num_threads(env: Mapping[str, str]) -> int | None:
