@@ -367,7 +367,9 @@ ATTRIBUTES = {
     "_native_id",
     "_startTime",
     "_str",
+    "_enabled",
     "_internal",
+    "_state",
     "_logging",
     "_core",
     "_divide_by_initial_world_size",
@@ -592,6 +594,17 @@ assert flight_records.begun(torch_private.flight_records(calls=False)) == 1
 dist.destroy_process_group()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_setting_of_the_jit_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.jit._state._enabled
+    assert state.enabled
+    try:
+        monkeypatch.setenv("PYTORCH_JIT", "0")
+        of_launch.read_jit_setting()
+        assert not state.enabled
+    finally:
+        state.enabled = True
 
 
 def test_log_lines_count_their_time_from_now() -> None:
