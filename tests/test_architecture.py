@@ -36,7 +36,7 @@ OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "avoidance": {"output", "placement"},
-    "command_line": {"placement", "server"},
+    "command_line": {"avoidance", "placement", "server"},
     "coordination": {"output", "placement", "policy", "server"},
     "watching": {"coordination", "policy"},
     "supervision": {

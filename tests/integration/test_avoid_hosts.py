@@ -42,7 +42,8 @@ class Job:
     def start(self, *hosts: str, flags: tuple[str, ...], script: str) -> None:
         port = str(free_port())
         for rank, host in enumerate(hosts):
-            meeting = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x")
+            # Where no host serves the store, any of them may be left out.
+            meeting = ("--rdzv-endpoint", f"file://{self.folder}/meet", "--rdzv-id", port)
             if "--nnodes=2" in flags:
                 fixed = ("--node-rank", str(rank), "--master-addr", "127.0.0.1")
                 meeting = (*fixed, "--master-port", port)

@@ -213,3 +213,23 @@ def test_a_job_that_rally_submits(code: int) -> None:
     assert len([line for line in lines if line.startswith("rank ")]) == 4 or code
     assert not [line for line in lines if "no secret" in line]
     shutil.rmtree(folder)
+
+
+def test_a_listed_node_is_left_out_and_not_asked_for_again(submit, tmp_path):
+    job, folder = submit(
+        *("--nnodes", "1:2", "--avoid-hosts", "$WORKER_NOTES/bad", "--rdzv-conf"),
+        "last_call_timeout=1",
+        srun="--no-kill",
+        sbatch=("--hold",),
+    )
+    node = slurm("sinfo", "--noheader", "--Node", "--format=%N").split()[0]
+    (folder / "bad").write_text(f"{node}\n")
+    slurm("scontrol", "update", f"JobId={job}", f"ReqNodeList={node}")
+    slurm("scontrol", "release", job)
+    notes(folder, "loop.0.*", 1)
+    assert f"{node} is left out (--avoid-hosts" in (folder / "log").read_text()
+    assert len(list(folder.glob("loop.0.*"))) == 1
+    slurm("scancel", job)
+    words = ("--dry-run", "--", "--avoid-hosts", str(folder / "bad"), "x.py")
+    rally = (sys.executable, "-m", "rallypoint", "submit", "slurm")
+    assert f"#SBATCH --exclude={node}\n" in slurm(*rally, *words)

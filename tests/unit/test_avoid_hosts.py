@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,10 +334,10 @@ def test_too_few_hosts_are_left(avoided: tuple[str, ...], nnodes: str | None, er
         listing.select(HOSTS, bad(*avoided), nnodes, "bad.txt")
 
 
-def config(listed: Path, least: int | None, most: int) -> LaunchConfig:
+def config(listed: Path, least: int | None, most: int, host: str = "") -> LaunchConfig:
     return LaunchConfig(
         job=Job(kind=TargetKind.SCRIPT, name="x.py"),
-        rendezvous=RendezvousConfig(run_id="x"),
+        rendezvous=RendezvousConfig(run_id="x", node_rank=None, host=host),
         num_nodes=most,
         min_nodes=least,
         avoid_hosts=str(listed),
@@ -367,6 +368,49 @@ def test_this_host(
     monkeypatch.setenv("RALLY_HOST_NAME", "n8")
     assert not own_host.is_left_out(config(tmp_path / "bad", least, most), {}, lines.append)
     assert len(lines) == 1
+
+
+def test_a_host_at_which_the_nodes_meet_takes_part(tmp_path: Path, monkeypatch) -> None:
+    """The others would wait for its store."""
+    (tmp_path / "bad").write_text("n7\n")
+    lines: list[str] = []
+    monkeypatch.setenv("RALLY_HOST_NAME", "n7")
+    here, there = (config(tmp_path / "bad", 2, 4, host) for host in ("127.0.0.1", "192.0.2.7"))
+    assert not own_host.is_left_out(here, {}, lines.append)
+    assert lines == [
+        "n7 is to be avoided (it is on the list), but this job meets here (--rdzv-endpoint)"
+    ]
+    assert own_host.is_left_out(there, {}, lines.append)
+    assert own_host.is_left_out(
+        replace(here, rendezvous=replace(here.rendezvous, is_host=False)), {}, lines.append
+    )
+
+
+def test_nodes_of_slurm_meet_on_a_host_that_takes_part(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "x.py").touch()
+    (tmp_path / "bad").write_text("n1\n")
+    monkeypatch.chdir(tmp_path)
+    env = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NODELIST": "n[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    }
+
+    def meets(*words: str, **more: str) -> str:
+        made, _ = config_from(parse([*words, "--insecure", "x.py"]), {**env, **more})
+        return made.rendezvous.host
+
+    avoid = ("--avoid-hosts", "bad")
+    assert meets("--nnodes", "2:3", *avoid) == "n2"
+    assert meets("--nnodes", "2:3") == "n1"
+    assert meets(*avoid) == "n1", "a job of fixed size runs on all of them"
+    assert meets("--nnodes", "2:3", *avoid, MASTER_ADDR="n9") == "n9"
 
 
 def test_too_few_hosts_of_the_step_are_left(tmp_path: Path) -> None:

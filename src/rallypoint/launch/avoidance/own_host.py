@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rallypoint._core import addresses
 from rallypoint._core.host_name import host_name
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.placement.clusters import slurm
 
 from . import avoid_file
+from .avoid_list import AvoidList
 
 
 _FLAG = "--avoid-hosts"
+
+
+def meeting_place(listed: AvoidList, hosts: Sequence[str]) -> str:
+    """Of the hosts of an elastic job, the first that takes part; empty: none does."""
+    return next((each for each in hosts if not listed.reason(each)), "")
 
 
 def is_left_out(config: LaunchConfig, env: Mapping[str, str], say: Callable[[str], None]) -> bool:
@@ -41,8 +48,20 @@ def is_left_out(config: LaunchConfig, env: Mapping[str, str], say: Callable[[str
     why = listed.reason(name)
     if not why:
         return False
-    if least is None or least == config.num_nodes:
-        say(f"{name} is to be avoided ({why}), but this job needs all its hosts")
+    if least is None or least == config.num_nodes or _nodes_meet_here(config):
+        place = "needs all its hosts"
+        if least is not None and least < config.num_nodes:
+            place = "meets here (--rdzv-endpoint)"
+        say(f"{name} is to be avoided ({why}), but this job {place}")
         return False
     say(f"{name} is left out ({_FLAG} {config.avoid_hosts}): {why}")
     return True
+
+
+def _nodes_meet_here(config: LaunchConfig) -> bool:
+    """Whether the other nodes would wait in vain without this one: the job's store is to be here at first."""
+    meeting = config.rendezvous
+    if meeting.is_host is not None:
+        return meeting.is_host
+    one_place = meeting.endpoint is None or len(meeting.endpoint.hosts) == 1
+    return bool(meeting.host) and one_place and addresses.is_this_host(meeting.host)

@@ -17,6 +17,7 @@ from typing import cast
 
 from rallypoint._core import limits, process, secret
 from rallypoint.errors import ConfigError
+from rallypoint.launch.avoidance import avoid_file, own_host
 from rallypoint.launch.config import (
     Job,
     LaunchConfig,
@@ -96,6 +97,7 @@ def config_from(
     if _cluster_decides(values):
         placement = clusters.detect(env, process.ancestors)
     if placement is not None:
+        placement = _beside_avoided_hosts(values, placement)
         values.remarks.append(placement.describe())
     workers, accelerator = _workers(values, placement)
     if placement is not None:
@@ -356,6 +358,18 @@ def _requeue_on(values: Values) -> frozenset[int]:
     codes = exit_codes(text, shown)
     requeue.check(values.env, text, shown)
     return codes
+
+
+def _beside_avoided_hosts(values: Values, placement: clusters.Placement) -> clusters.Placement:
+    """In an elastic step of Slurm, nodes do not meet on a host that is left out."""
+    listed = _avoid_hosts(values)
+    if listed is None or not is_range(values.text("nnodes")):
+        return placement
+    hosts = slurm.hosts_of_step(values.env)
+    if not hosts or placement.master_addr != hosts[0]:
+        return placement
+    first = own_host.meeting_place(avoid_file.read(Path(listed), "--avoid-hosts"), hosts)
+    return replace(placement, master_addr=first) if first else placement
 
 
 def _avoid_hosts(values: Values) -> str | None:
