@@ -871,3 +871,22 @@ def test_only_known_file_systems_count_as_local(tmp_path):
         pytest.skip("no /dev/shm")
     assert file._is_local("/dev/shm")
     assert not file._is_local("/proc")
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
+def test_a_file_server_that_does_not_answer_is_waited_for(folder, monkeypatch, code: int) -> None:
+    """And not taken for a folder that cannot be used."""
+    left = [3]
+    make = os.makedirs
+
+    def makedirs(*words: object, **more: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code))
+        make(*words, **more)
+
+    monkeypatch.setattr(os, "makedirs", makedirs)
+    for _ in range(3):
+        with pytest.raises(RendezvousConnectionError, match="cannot be made"):
+            FileStore(folder)
+    FileStore(folder).close()

@@ -345,3 +345,11 @@ def test_held_workers_wait_a_moment_for_a_node_that_nobody_knows_of() -> None:
     assert names(decide(100.0, ELASTIC, come), come) == list("abx")
     known = replace(standing, wanted=0)
     assert names(decide(100.0, ELASTIC, known), known) == list("ab")
+
+
+def test_given_ranks_hold_whatever_the_labels_are() -> None:
+    nodes = [
+        Arrival(slot=rank, node_id=str(rank), host="h", label="AB"[rank % 2], given_rank=rank)
+        for rank in range(4)
+    ]
+    assert [each.given_rank for each in assign_ranks(nodes, by_label=True)] == [0, 1, 2, 3]

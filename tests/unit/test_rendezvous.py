@@ -110,18 +110,32 @@ def test_names_are_sorted_as_people_number_them(earlier: str, later: str) -> Non
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.floats(0, 3), st.booleans()), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 80), st.booleans()), max_size=30))
 def test_a_lease_is_lost_after_its_time_without_a_move_and_not_before(
-    steps: list[tuple[float, bool]],
+    steps: list[tuple[int, bool]],
 ) -> None:
-    leases, now, counter, moved_at = Leases(timeout=5.0), 0.0, 0, 0.0
+    """Of a pause in which the observer itself stood still, half a lease counts."""
+    leases, now, counter, waited = Leases(timeout=5.0), 0.0, 0, 0.0
     leases.observe(now, {1: counter})
-    for pause, moves in steps:
+    for eighths, moves in steps:
+        pause = eighths / 8  # exact, as binary fractions are
         now += pause
+        waited += min(pause, 2.5)
         if moves:
             counter += 1
-            moved_at = now
-        assert leases.observe(now, {1: counter}) == ((1,) if now - moved_at > 5.0 else ())
+            waited = 0.0
+        assert leases.observe(now, {1: counter}) == ((1,) if waited > 5.0 else ())
+
+
+def test_nodes_are_not_lost_because_all_of_them_stood_still() -> None:
+    """A job that Slurm has suspended, a store that did not answer: whoever looks first has seen no beat since."""
+    leases = Leases(timeout=5.0)
+    for second in range(10):
+        assert leases.observe(float(second), {1: second}) == ()
+    assert leases.observe(3600.0, {1: 9}) == ()
+    assert leases.observe(3600.5, {1: 10}) == (), "it was only a little later to wake up"
+    found = [second for second in range(1, 20) if leases.observe(3600.5 + second, {1: 10})]
+    assert found[0] == 6, "and a dead one is found one lease later"
 
 
 def test_a_node_that_came_back_starts_a_fresh_lease() -> None:

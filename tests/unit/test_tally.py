@@ -1,12 +1,16 @@
 """What a node concludes from the job's store, though a stranger has added to it."""
 
+import json
+
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from rallypoint.launch.coordination.journal_reader import Round
-from rallypoint.launch.coordination.tally import Tally
+from rallypoint.launch.coordination.tally import Tally, told
+from rallypoint.launch.output.failure import Raised, WorkerFailure, failures_from_json
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.record_store import RecordStore
-from rallypoint.rendezvous.records import Codec
+from rallypoint.rendezvous.records import MAX_RECORD, Codec
 
 
 SECRET = b"known to all the nodes"
@@ -38,3 +42,71 @@ def test_who_is_gone_counts_once_whether_it_had_ended_well_or_not() -> None:
         records.increment("0/done")
     assert through(records, 4, {2}) == 3
     assert through(records, 4, {3}) == 4
+
+
+def failure(rank: int, text: str, chains: int, lines: int) -> WorkerFailure:
+    raised = Raised(
+        type="ValueError",
+        message=text,
+        traceback=f"{text} line {rank}",
+        at=1.0,
+        timestamp=1,
+        chains=tuple((("ValueError", text), ("KeyError", text)) for _ in range(chains)),
+    )
+    return WorkerFailure(
+        host="h",
+        node_rank=0,
+        rank=rank,
+        local_rank=rank,
+        pid=7,
+        generation=0,
+        exit_code=1,
+        signal=None,
+        raised=raised,
+        native_stack=text,
+        cause="",
+        stderr=(text,) * lines,
+        at=1.0,
+        stopped_by_us=False,
+    )
+
+
+TEXTS = st.builds(
+    lambda piece, size: (piece * size)[:32_000],
+    st.sampled_from(["x", "\n", '"', "\u4e2d", "\U0001f600", "\ud800"]),
+    st.integers(0, 32_000),
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    text=TEXTS,
+    count=st.integers(1, 80),
+    chains=st.integers(0, 3),
+    lines=st.integers(0, 20),
+)
+def test_failures_fit_into_a_record_whatever_their_texts_are(
+    text: str, count: int, chains: int, lines: int
+) -> None:
+    failures = tuple(failure(rank, text, chains, lines) for rank in range(count))
+    said = told(failures)
+    assert len(json.dumps({"failures": said})) < MAX_RECORD - 4096
+    read = failures_from_json(said)
+    assert [each.rank for each in read] == list(range(len(read)))
+    assert read[0].raised is not None
+    assert read[0].raised.traceback.endswith("line 0")
+    alone = failures_from_json(told(failures[:1]))
+    if len(json.dumps(told(failures[:1]))) < 100_000:
+        assert alone == failures[:1], "nothing is cut without need"
+
+
+def test_the_reports_of_many_nodes_are_merged_however_long_they_are() -> None:
+    records = RecordStore(MemoryStore(), Codec("job", SECRET))
+    for node in range(32):
+        current = Round(0, node, 32)
+        failures = tuple(failure(8 * node + at, "\u4e2d" * 32_000, 1, 0) for at in range(8))
+        Tally(records, current, elastic=False).note_report(told(failures))
+    Tally(records, Round(0, 0, 32), elastic=False).merge_reports(3)
+    (merged,) = records.look(["0/report"])
+    assert merged is not None
+    assert failures_from_json(merged["failures"])[0].rank in range(24, 32)

@@ -2,6 +2,9 @@
 
 Every node adds to a counter of its own; the observer notes, on its own clock, when it last saw each of
 them move. No two clocks are compared (leases as in Gray and Cheriton, SOSP 1989, held by the observer).
+
+The observer itself may stand still: suspended with its whole job, or because the store does not answer. Time in which it
+has not looked says nothing about the others (as in Lifeguard, arXiv:1707.00788).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class Leases(Generic[Node]):
 
     timeout: float
     _seen: dict[Node, tuple[int, float]] = field(default_factory=dict)
+    _looked: float | None = None
 
     def observe(self, now: float, counters: Mapping[Node, int]) -> tuple[Node, ...]:
         """Note the counters of all nodes watched, and return those that are lost.
@@ -32,6 +36,7 @@ class Leases(Generic[Node]):
 
         A node seen for the first time starts a fresh lease; a node that is left out is forgotten.
         """
+        self._forgive(now)
         lost = []
         for node, counter in counters.items():
             before, since = self._seen.get(node, (None, now))
@@ -43,3 +48,12 @@ class Leases(Generic[Node]):
         for node in self._seen.keys() - counters.keys():
             del self._seen[node]
         return tuple(lost)
+
+    def _forgive(self, now: float) -> None:
+        """Of a pause between two looks, no more than half a lease counts."""
+        pause = 0.0 if self._looked is None else now - self._looked - self.timeout / 2
+        self._looked = now
+        if pause > 0:
+            self._seen = {
+                node: (counter, since + pause) for node, (counter, since) in self._seen.items()
+            }

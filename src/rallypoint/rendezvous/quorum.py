@@ -206,7 +206,7 @@ def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Ar
     rest.sort(key=lambda each: (natural_key(each.label), natural_key(each.host), each.slot))
     remaining = iter(rest)
     ranked = [next(remaining) if place is None else place for place in places]
-    if not by_label:
+    if not by_label or any(each.given_rank is not None for each in nodes):
         return ranked
     # Labels in the order of their first nodes, nodes of a label in rank order.
     first_seen = {node.label: index for index, node in reversed(list(enumerate(ranked)))}

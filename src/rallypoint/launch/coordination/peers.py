@@ -34,7 +34,6 @@ from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.output.failure import (
     WorkerFailure,
     failures_from_json,
-    failures_to_json,
 )
 from rallypoint.launch.server.job_store import hosting
 from rallypoint.rendezvous import plan as plans
@@ -154,7 +153,7 @@ class PeerNodes:
                 self._requests.put(lambda: self._append(what, generation, **more))
 
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
-        more = {"failures": failures_to_json((failure,)), "survivors": survivors}
+        more = {"failures": tally.told((failure,)), "survivors": survivors}
         self._requests.put(lambda: self._append("worker lost", generation, **more))
 
     def tell_standstill(

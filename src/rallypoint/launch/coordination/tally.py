@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 from rallypoint.launch.output.failure import (
     WorkerFailure,
     failures_from_json,
@@ -9,17 +12,66 @@ from rallypoint.launch.output.failure import (
     in_order_of_blame,
 )
 from rallypoint.rendezvous.record_store import RecordStore
+from rallypoint.rendezvous.records import MAX_RECORD
 
 from .journal_reader import Round
 
 
 # An entry carries at most this many failures; the root cause comes first.
 MAX_FAILURES_TOLD = 64
+# Bytes that they may take in a record.
+_MOST = MAX_RECORD // 2
+# To so many characters their texts are cut, in turn, until they fit.
+_CUTS = (8000, 2000, 500)
+# Of a chain of exceptions, and of lines, so many are kept then.
+_LONGEST_CHAIN = 8
 
 
 def told(failures: tuple[WorkerFailure, ...]) -> str:
-    """Failures as a record carries them."""
-    return failures_to_json(failures[:MAX_FAILURES_TOLD])
+    """Failures as a record carries them: the first as it is, if that fits, the others shortened, or left out."""
+    chosen = failures[:MAX_FAILURES_TOLD]
+    text = failures_to_json(chosen)
+    for most in _CUTS:
+        if _fits(text):
+            return text
+        chosen = (*chosen[:1], *(_shortened(each, most) for each in chosen[1:]))
+        text = failures_to_json(chosen)
+    while len(chosen) > 1 and not _fits(text):
+        chosen = chosen[: (len(chosen) + 1) // 2]
+        text = failures_to_json(chosen)
+    for most in _CUTS:
+        if _fits(text):
+            break
+        chosen = tuple(_shortened(each, most) for each in chosen)
+        text = failures_to_json(chosen)
+    return text
+
+
+def _fits(text: str) -> bool:
+    return len(json.dumps(text)) <= _MOST
+
+
+def _shortened(failure: WorkerFailure, most: int) -> WorkerFailure:
+    """With texts of at most so many characters, which keep their ends: there the error is."""
+    raised = failure.raised
+    if raised is not None:
+        raised = replace(
+            raised,
+            message=raised.message[:most],
+            traceback=raised.traceback[-most:],
+            chains=tuple(
+                tuple((kind, message[:most]) for kind, message in chain[:_LONGEST_CHAIN])
+                for chain in raised.chains[:_LONGEST_CHAIN]
+            ),
+        )
+    return replace(
+        failure,
+        raised=raised,
+        native_stack=failure.native_stack[:most],
+        cause=failure.cause[:most],
+        stderr=tuple(each[-most:] for each in failure.stderr[-_LONGEST_CHAIN:]),
+        collectives=(),
+    )
 
 
 class Tally:

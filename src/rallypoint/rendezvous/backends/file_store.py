@@ -67,6 +67,10 @@ PATIENCE = 60.0
 # A handle is stale when the folder was replaced on the server; if it stays so, the mount is broken.
 STALE_TRIES = 5
 PASSING = {errno.ESTALE, errno.EINTR}
+# What no waiting changes.
+_REFUSED = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT}
+)
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # Every so many entries of a key the older ones are removed but for a few, which readers may have
 # chosen already. Large ones are not kept at all.
@@ -194,11 +198,13 @@ class FileStore:
             RendezvousConnectionError: there is no such key, or the folder cannot be used.
         """
         try:
-            changed = os.stat(self._path(key)).st_mtime
+            changed = _changed(self._path(key))
             with tempfile.TemporaryFile(dir=self._folder) as probe:
                 return os.fstat(probe.fileno()).st_mtime - changed
         except OSError as error:
             raise self._failed("be looked at", error) from None
+        except IndexError:  # it is being removed
+            raise RendezvousConnectionError(f"{key!r} is not in {self._folder}") from None
 
     # -- one look, one change ---------------------------------------------------------------------
 
@@ -492,6 +498,15 @@ def _rmdir_quietly(path: str) -> None:
         pass  # in use again, or it will be removed with the rest
 
 
+def _changed(path: str) -> float:
+    """When a key got its value. Its folder tells another time: a look changes that on a network file system."""
+    fd = _open_folder(path)
+    try:
+        return os.stat(str(_numbers(os.listdir(fd))[-1]), dir_fd=fd).st_mtime
+    finally:
+        os.close(fd)
+
+
 def _is_folder(fd: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
@@ -518,10 +533,13 @@ def _make(folder: str) -> None:
             folder, "is not a folder, or a part of its path is not", OWN_FOLDER
         ) from None
     except OSError as error:
-        if error.errno in FULL:
-            raise _connection_error(folder, "be made", error) from None
-        raise _refusal(folder, f"cannot be made: {error.strerror}", OWN_FOLDER) from None
-    held = os.stat(folder)
+        if error.errno in _REFUSED:
+            raise _refusal(folder, f"cannot be made: {error.strerror}", OWN_FOLDER) from None
+        raise _connection_error(folder, "be made", error) from None
+    try:
+        held = os.stat(folder)
+    except OSError as error:
+        raise _connection_error(folder, "be looked at", error) from None
     try:
         ours = _try_out(folder)
     except PermissionError as error:
