@@ -48,8 +48,8 @@ LITTLE = {
     "warm.py": QUICK,
     "watching.py": ["--turns", "1"],
 }
-# It needs a command that drives a Slurm cluster.
-NEEDS_A_CLUSTER = {"slurm_events.py"}
+# They need a command that drives a Slurm cluster, and Ray.
+NEEDS_A_CLUSTER = {"slurm_events.py", "ray_kills.py"}
 
 
 def test_none_is_forgotten() -> None:

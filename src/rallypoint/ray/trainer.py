@@ -33,6 +33,7 @@ from rallypoint.launch.multiprocess_config import MultiprocessConfig
 from rallypoint.launch.output.report import FailureReport
 from rallypoint.launch.worker import payload
 
+from .job_metrics import JobMetrics
 from .job_store import JobStore
 from .node_actor import NodeActor
 from .roster import Roster
@@ -145,7 +146,8 @@ class RallyTrainer:
         if not ray.is_initialized():
             ray.init()
         roster = Roster(self._sizes.most, self._max_losses)
-        with _Job(self._sizes, roster, self._ending) as job:
+        metrics = JobMetrics(self._given.target[0], roster)
+        with _Job(self._sizes, roster, self._ending, metrics) as job:
             job.place(self._placement_timeout)
             call, more = b"", {}
             if self._call is not None:
@@ -175,9 +177,10 @@ def _orders(words: tuple[str, ...], shared: bytes, call_size: int) -> Orders:
 class _Job:
     """The placement group, the store and the actors of one job."""
 
-    def __init__(self, sizes: Sizes, roster: Roster, ending: float) -> None:
+    def __init__(self, sizes: Sizes, roster: Roster, ending: float, metrics: JobMetrics) -> None:
         self._sizes = sizes
         self._ending = ending
+        self._metrics = metrics
         self.roster = roster
         self.answers: list[Answer] = []
         self._group: Any = None
@@ -243,6 +246,7 @@ class _Job:
             done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=None)
             for each in done:
                 self._hear(each)
+            self._metrics.update()
 
     def _hear(self, reference: Any) -> None:
         index, is_end = self._waiting.pop(reference)
