@@ -90,6 +90,9 @@ class Cluster:
         self._command = shlex.split(command)
         self._folder = folder
         self.down: list[int] = []
+        self._gone: set[int] = (
+            set()
+        )  # nodes that the job has lost: Slurm gives it none of them back
         self.job = ""
         (folder / "train.py").write_text(TRAIN)
         (folder / "job.sh").write_text(
@@ -123,6 +126,8 @@ class Cluster:
         return [json.loads(line) for line in lines]
 
     def happen(self, kind: str, choice: random.Random) -> None:
+        if kind in WITH_GRACE:
+            self._gone.clear()  # it starts again, on all nodes
         match kind:
             case "scancel":
                 self.login("scancel", self.job)
@@ -134,8 +139,9 @@ class Cluster:
             case "time limit":
                 self.login("scontrol", "update", f"JobId={self.job}", "TimeLimit=1")
             case "kill node":
-                node = choice.choice([each for each in range(1, 5) if each not in self.down])
+                node = choice.choice(sorted({1, 2, 3, 4} - self._gone - {*self.down}))
                 self.down.append(node)
+                self._gone.add(node)
                 self.run("kill-node", str(node))
             case "resume node":
                 while self.down:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from pace import pace
 from ports import free_port
 from rallypoint._core import log_folder, standard_streams
 from rallypoint.control.client import connect
+from rallypoint.control.logs import command
 from rallypoint.control.logs.command import last_lines
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
@@ -120,6 +122,63 @@ def test_a_running_job_is_followed_to_its_end(
         "[rank 0 err] to stderr",
         *(f"[rank 0] rank 0 step {step}" for step in range(3)),
     ]
+
+
+FAILS = """
+import os, sys, time
+generation = os.environ["RALLY_GENERATION"]
+print("generation", generation, flush=True)
+while not os.path.exists(f"{__file__}.go-{generation}"):
+    time.sleep(0.02)
+if generation == "0":
+    for step in range(1000):
+        print("step", step)
+    raise ValueError("why it failed")
+"""
+
+
+@pytest.mark.integration
+def test_the_end_of_a_generation_is_shown_before_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says why there is another one. The restart is over before the follower looks again."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILS)
+    name = f"ends-{os.getpid()}"
+    words = ["--rdzv-id", name, "--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    job = Popen(
+        [RALLY, "run", *words, "--max-restarts", "1", str(script)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + PATIENCE
+
+    def wait_for(pattern: str) -> None:
+        while not any(each.stat().st_size for each in (tmp_path / "logs").glob(pattern)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def selected(*_: object) -> None:
+        """The follower waits: meanwhile all of it happens."""
+        if not (go := Path(f"{script}.go-0")).exists():
+            go.touch()
+            wait_for("*/attempt_1/0/stdout.log")
+        else:
+            Path(f"{script}.go-1").touch()
+            real_select([], [], [], 0.05)
+
+    try:
+        wait_for("*/attempt_0/0/stdout.log")
+        real_select = select.select
+        monkeypatch.setattr(command.select, "select", selected)
+        assert main(["logs", name, "-f"]) == 0
+    finally:
+        for generation in (0, 1):
+            Path(f"{script}.go-{generation}").touch()
+        job.wait(PATIENCE)
+    shown = [each.partition("] ")[2] for each in capsys.readouterr().out.splitlines()]
+    assert "step 999" in shown
+    assert shown.index("ValueError: why it failed") < shown.index("generation 1")
 
 
 @pytest.mark.integration

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families as plain_families
 
 from rallypoint._core import call_counts, shared_page
 from rallypoint.control.metrics import openmetrics
@@ -94,6 +95,27 @@ def test_prometheus_reads_them() -> None:
     assert found["rally_worker_memory_bytes", "0"] == 1 << 20
     assert ("rally_worker_collectives", "0") not in found
     assert not [name for name, _ in found if name.startswith(("rally_rpc", "rally_worker_gpu"))]
+
+
+def test_node_exporter_reads_them_from_a_file() -> None:
+    """By the parser of the older format, which knows no info, and takes a counter by its whole name."""
+    counts = Counts()
+    counts.note_end(signal=9, error="was killed by SIGKILL")
+    calls = dict.fromkeys(call_counts.NUMBERS, 3) | {"latencies": [2, 0, 1], "bounds": [1e-5, 0.5]}
+    text = openmetrics.text(status(), [used(calls=calls)], counts, "0.1.0", plain=True)
+    assert "# EOF" not in text and "# UNIT" not in text
+    kinds = {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert kinds == {"counter", "gauge", "histogram"}
+    families = {each.name: each for each in plain_families(text)}
+    assert families["rally_job_info"].type == "gauge"
+    assert families["rally_restarts"].type == "counter"
+    assert [each.name for each in families["rally_restarts"].samples] == ["rally_restarts_total"]
+    serving = families["rally_rpc_serving_seconds"].samples
+    assert [each.value for each in serving if each.name.endswith("_count")] == [3]
+    assert [each.value for each in serving if each.labels.get("le") == "+Inf"] == [3]
+    whole = samples(openmetrics.text(status(), [used(calls=calls)], counts, "0.1.0"))
+    told = {each.name for family in families.values() for each in family.samples}
+    assert {name for name, _ in whole} <= told, "nothing is missing"
 
 
 def test_gpus() -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic import wait_until
 from rallypoint._core import process
+from rallypoint.control import usage
+from rallypoint.control.slowness import surroundings
 
 
 # A process that lives until its stdin ends, and says when it is there.
@@ -302,3 +305,24 @@ def sleeper() -> Iterator[int]:
     finally:
         started.kill()
         started.wait()
+
+
+def test_a_name_that_is_cut_within_a_character_is_read(tmp_path: Path) -> None:
+    """The kernel keeps 15 bytes of a program's name."""
+    script = tmp_path / "обработка.sh"
+    script.write_text("#!/bin/sh\nread line\n")
+    script.chmod(0o700)
+    with subprocess.Popen([str(script)], stdin=subprocess.PIPE) as child:
+        wait_until(lambda: b"\xd0" in Path(f"/proc/{child.pid}/comm").read_bytes(), "its name")
+        with pytest.raises(UnicodeDecodeError):
+            Path(f"/proc/{child.pid}/comm").read_text()
+        assert process.is_running(child.pid)
+        assert process.state(child.pid) in "SR"
+        assert not process.catches(child.pid, signal.SIGUSR1)
+        assert not process.has_thread(child.pid, "x")
+        assert child.pid in process.descendants(os.getpid())
+        used = usage.usage(os.getpid())
+        assert used["children"] >= 1 and used["memory"] > 0
+        assert usage.usage(child.pid)["state"] in "SR"
+        assert surroundings.counters(child.pid) is not None
+        child.communicate(b"x\n")

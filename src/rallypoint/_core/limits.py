@@ -110,7 +110,7 @@ def _pid_cgroups() -> list[tuple[int, int, Path]]:
     """Limit, current number of processes, and file, of our cgroup and its ancestors."""
     found = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         return []
     for line in lines:

@@ -170,7 +170,7 @@ def _children_by_scan(pid: int) -> list[int]:
 def _stat_fields(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the state on (the name before it may contain any character)."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
@@ -200,7 +200,7 @@ def blocking(pid: int, number: int) -> frozenset[int]:
 def _has_signal(path: str, name: str, number: int) -> bool:
     """Whether the set of signals of this name, in a status file below /proc, has the signal."""
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:
             lines = [line for line in file if line.startswith(name)]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
@@ -211,7 +211,7 @@ def has_thread(pid: int, name: str) -> bool:
     """Whether the process has a thread of this name."""
     for path in glob.iglob(f"/proc/{pid}/task/*/comm"):
         try:
-            with open(path) as file:
+            with open(path, errors="replace") as file:
                 if file.read().rstrip("\n") == name:
                     return True
         except OSError:

@@ -51,8 +51,10 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
     told: dict[str, Any] = {**found, "state": "", "core": -1}
     for each in family:
         try:
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+            fields = (
+                Path(f"/proc/{each}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            )
+            pages = int(Path(f"/proc/{each}/statm").read_text(errors="replace").split()[1])
             moved = _moved(each)
         except (OSError, IndexError, ValueError):
             continue  # it has ended
@@ -71,7 +73,7 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
 
 def _moved(pid: int) -> tuple[int, int]:
     try:
-        text = Path(f"/proc/{pid}/io").read_text()
+        text = Path(f"/proc/{pid}/io").read_text(errors="replace")
     except (PermissionError, FileNotFoundError):  # it runs as another user; a kernel without this
         return 0, 0
     values = dict(line.split(": ") for line in text.splitlines())

@@ -129,7 +129,7 @@ def _holdings() -> dict[tuple[str, str], str]:
         except OSError:  # the one that the list was read from
             continue
         found["descriptor", f"{fd} {target}"] = f"descriptor {fd} of {target}"
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", errors="replace") as maps:
         for line in maps:
             path = line.split(maxsplit=5)[-1].strip()
             if path.startswith(("/dev/shm/", "/memfd:")):  # noqa: S108  it is only looked at

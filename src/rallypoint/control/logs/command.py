@@ -339,14 +339,16 @@ def _following(
         runs = client.is_running(job)
         if wanted.generation is None:
             newest = _newest(folder, generation)
+            # What the workers before wrote last says most: why there is another generation.
+            for over in range(generation, newest):
+                ends = [_last_of(each, places) for each in _files(folder, over)]
+                yield from log_lines.in_order([choice.of(each) for each in ends])
+                choice = replace(choice, tail=None)
             if newest != generation:
                 generation, places = newest, {}
-        streams = []
-        for file in _files(folder, generation):
-            lines = list(_news(file, places))
-            if not runs:
-                lines += log_reading.rest(file, places.get(file.path))
-            streams.append(choice.of(lines))
+        found = _files(folder, generation)
+        news = [_news(each, places) if runs else _last_of(each, places) for each in found]
+        streams = [choice.of(each) for each in news]
         if clock.MONOTONIC.now() >= ask_at or not runs:
             streams += others.chosen(choice)
             ask_at = clock.MONOTONIC.now() + OTHERS_INTERVAL
@@ -355,6 +357,12 @@ def _following(
         if not runs:
             return
         select.select([], [], [], INTERVAL)
+
+
+def _last_of(file: LogFile, places: dict[Path, log_reading.Place | None]) -> Iterator[Line]:
+    """What is still unread of a file that nobody writes to any more."""
+    yield from _news(file, places)
+    yield from log_reading.rest(file, places.get(file.path))
 
 
 def _files(folder: Path, generation: int) -> list[LogFile]:

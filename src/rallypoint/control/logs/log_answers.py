@@ -47,6 +47,13 @@ def told(
             found = log_folder.log_files(folder, generation)
             budget = BUDGET // max(1, len(found))
             files += [_told_of(each, places, question, budget) for each in found]
+            # What workers before wrote last, to one who has read of them.
+            for older in (each for each in known if each < generation):
+                files += [
+                    _told_of(each, places, question, budget)
+                    for each in log_folder.log_files(folder, older)
+                    if _key(each) in places
+                ]
     except OSError:
         pass  # the folder was removed: there is no output
     answer["now"] = clock.MONOTONIC.now()
@@ -57,7 +64,7 @@ def _told_of(
     file: LogFile, places: Mapping[str, Any], question: Mapping[str, Any], budget: int
 ) -> dict[str, Any]:
     origin = file.origin
-    key = f"{origin.generation}/{origin.local_rank}/{file.replaced}/{origin.stream}"
+    key = _key(file)
     place = _place(places.get(key)) or log_reading.end_of(file, budget)
     lines, following = log_reading.read(file, place, budget)
     since = question.get("since")
@@ -74,6 +81,11 @@ def _told_of(
         "place": following,
         "lines": [[each.monotonic, each.text] for each in lines],
     }
+
+
+def _key(file: LogFile) -> str:
+    origin = file.origin
+    return f"{origin.generation}/{origin.local_rank}/{file.replaced}/{origin.stream}"
 
 
 def _place(value: object) -> log_reading.Place | None:
@@ -100,15 +112,19 @@ def read(answer: Mapping[str, Any], places: dict[str, Any], now: float) -> list[
         shift = now - float(answer["now"])
         found = []
         for file in answer["files"]:
+            key = str(file["key"])
+            generation = int(key.partition("/")[0])
             origin = Origin(
                 host=str(answer["host"]),
                 rank=int(file["rank"]),
                 local_rank=int(file["local_rank"]),
-                generation=int(answer["generation"]),
+                generation=generation,
                 stream=str(file["stream"]),
             )
             first = Line(origin=origin, time=None, monotonic=None, text="")
-            places[str(file["key"])] = file["place"]
+            places[key] = file["place"]
+            if generation < int(answer["generation"]) and not file["lines"]:
+                del places[key]  # it has been read to its end
             found.append(
                 [
                     replace(first, monotonic=None if at is None else at + shift, text=str(text))

@@ -49,7 +49,7 @@ def _of(pid: int) -> dict[str, Any]:
     why = ""
     text = ""
     try:
-        text = Path(f"/proc/{pid}/smaps").read_text()
+        text = Path(f"/proc/{pid}/smaps").read_text(errors="replace")
     except PermissionError:
         why = "it runs as another user, or hides its memory"
     except (FileNotFoundError, ProcessLookupError):
@@ -59,6 +59,6 @@ def _of(pid: int) -> dict[str, Any]:
 
 def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip() or "process"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() or "process"
     except OSError:
         return ""

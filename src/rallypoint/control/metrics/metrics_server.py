@@ -121,7 +121,7 @@ class MetricsServer:
             status, kind, body = "404 Not Found", "text/plain", "the metrics are at /metrics\n"
         else:
             body = self._make()
-        data = body.encode()
+        data = body.encode(errors="replace")
         head = (
             f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n"
             "Connection: close\r\n\r\n"

@@ -55,9 +55,10 @@ class Counts:
 class _Text:
     """Lines of families. All samples of a family stand together."""
 
-    def __init__(self, usual: Labels) -> None:
+    def __init__(self, usual: Labels, *, plain: bool) -> None:
         self.lines: list[str] = []
         self._usual = usual
+        self._plain = plain
 
     def family(
         self,
@@ -70,17 +71,31 @@ class _Text:
         samples = list(samples)
         if not samples:
             return
-        self.lines.append(f"# TYPE {name} {kind}")
-        if unit:
-            self.lines.append(f"# UNIT {name} {unit}")
-        self.lines.append(f"# HELP {name} {help_text}")
         endings = {"counter": "total", "histogram": "bucket", "info": "info"}
         suffix = f"_{endings[kind]}" if kind in endings else ""
+        if self._plain:
+            # The older format names a counter with its ending, knows no "info" and no units.
+            whole = name if kind == "histogram" else f"{name}{suffix}"
+            self.lines.append(f"# HELP {whole} {help_text}")
+            self.lines.append(f"# TYPE {whole} {'gauge' if kind == 'info' else kind}")
+        else:
+            self.lines.append(f"# TYPE {name} {kind}")
+            if unit:
+                self.lines.append(f"# UNIT {name} {unit}")
+            self.lines.append(f"# HELP {name} {help_text}")
+        self._add(f"{name}{suffix}", samples)
+        if self._plain and kind == "histogram":
+            ends = [(labels, value) for labels, value in samples if labels["le"] == "+Inf"]
+            without = [({k: v for k, v in labels.items() if k != "le"}, n) for labels, n in ends]
+            self._add(f"{name}_count", without)
+            self._add(f"{name}_sum", [(labels, float("nan")) for labels, _ in without])
+
+    def _add(self, name: str, samples: Iterable[tuple[Labels, float]]) -> None:
         for labels, value in samples:
             told = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in labels.items())
             usual = ",".join(f'{key}="{_escaped(str(text))}"' for key, text in self._usual.items())
             both = ",".join(filter(None, (usual, told)))
-            self.lines.append(f"{name}{suffix}{{{both}}} {_number(value)}")
+            self.lines.append(f"{name}{{{both}}} {_number(value)}")
 
 
 def _escaped(text: str) -> str:
@@ -93,7 +108,12 @@ def _number(value: float) -> str:
 
 
 def text(
-    status: Mapping[str, Any], usage: Iterable[Mapping[str, Any]], counts: Counts, version: str
+    status: Mapping[str, Any],
+    usage: Iterable[Mapping[str, Any]],
+    counts: Counts,
+    version: str,
+    *,
+    plain: bool = False,
 ) -> str:
     """The metrics of a job on one node.
 
@@ -102,11 +122,12 @@ def text(
         usage: of each worker of this node.
         counts: since the job began.
         version: of this package.
+        plain: in Prometheus' older text format (0.0.4), the only one that node_exporter reads from files.
     """
     workers = list(usage)
     none: Labels = {}
     node = "" if status["node_rank"] is None else status["node_rank"]
-    out = _Text({"run": str(status["id"]), "node": node})
+    out = _Text({"run": str(status["id"]), "node": node}, plain=plain)
     told = {"target": str(status["target"]), "host": str(status["host"]), "version": version}
     out.family("rally_job", "info", "The job, and this node of it.", [(told, 1)])
     state = [({"state": str(status["state"])}, 1.0)]
@@ -145,7 +166,7 @@ def text(
     _add_calls(out, workers)
     _add_slowness(out, workers)
     _add_progress(out, status["workers"])
-    return "\n".join([*out.lines, "# EOF", ""])
+    return "\n".join([*out.lines, *([] if plain else ["# EOF"]), ""])
 
 
 def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> None:

@@ -232,5 +232,5 @@ def _numbers(text: str) -> list[int]:
 
 
 def _text(path: str | Path) -> str:
-    with open(path) as file:
+    with open(path, errors="replace") as file:
         return file.read()

@@ -211,6 +211,6 @@ def _why_silent(pid: int, py_spy: str | None) -> str:
 
 def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip() or "process"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() or "process"
     except OSError:
         return "process"

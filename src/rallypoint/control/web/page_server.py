@@ -13,7 +13,6 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -198,11 +197,12 @@ class _Handler(BaseHTTPRequestHandler):
         return f"rally{self.server.server_port}"  # cookies are shared by all ports of a host
 
     def _token_of_cookie(self) -> str:
-        try:
-            found = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        except CookieError:
-            return ""
-        return found.value if found is not None else ""
+        # Not by http.cookies: it drops all of them if another program's, on this host, is none that it can read.
+        for each in self.headers.get("Cookie", "").split(";"):
+            name, _, value = each.strip().partition("=")
+            if name == self._cookie:
+                return value
+        return ""
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self.server.token.encode())

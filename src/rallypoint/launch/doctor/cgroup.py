@@ -80,6 +80,6 @@ def _numbers(path: Path) -> dict[str, int]:
 def _read(path: Path) -> str:
     """Empty: it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -96,7 +96,7 @@ def _hard(which: int) -> int | None:
 def _may_lock_all() -> bool:
     """Whether the limit of locked memory does not hold for this process: it has CAP_IPC_LOCK."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     except OSError:
         return False
     words = next((line.split() for line in lines if line.startswith("CapEff:")), [])

@@ -263,7 +263,7 @@ def _in_folders(modules: Iterable[str], folders: Sequence[str]) -> Iterator[str]
 
 
 def _libraries() -> set[str]:
-    with open("/proc/self/maps") as file:
+    with open("/proc/self/maps", errors="replace") as file:
         paths = {line.split(maxsplit=5)[5].rstrip() for line in file if ".so" in line}
     return {path for path in paths if path.startswith("/")}
 

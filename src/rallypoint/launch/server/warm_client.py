@@ -352,7 +352,7 @@ def _state() -> dict[str, str]:
 
 def _text(path: str) -> str:
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:
             return file.read()
     except OSError:
         return ""

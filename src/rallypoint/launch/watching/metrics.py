@@ -80,7 +80,7 @@ class Metrics:
     def _write(self, path: Path) -> None:
         self._at = float("-inf")  # as it is now
         beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(self._current(), encoding="utf-8")
+        beside.write_text(self._current(), encoding="utf-8", errors="replace")
         beside.replace(path)
 
     def _current(self) -> str:
@@ -102,7 +102,8 @@ class Metrics:
             ]
             version = rallypoint.__version__
             self._counts.store_operations = record_store.operations()
-            self._text = openmetrics.text(self._status(), told, self._counts, version)
+            plain = self._path is not None
+            self._text = openmetrics.text(self._status(), told, self._counts, version, plain=plain)
             self._at = clock.MONOTONIC.now()
         return self._text
 

@@ -35,10 +35,11 @@ PLACES, PLACES_TIME = 10, 1.0
 
 @dataclass(slots=True)
 class _Slow:
-    """A rank that is or was slow: since when, until when if it is no longer, and the share of the time at last."""
+    """A rank that is or was slow: since when, when at last, until when if it is no longer, and the share of the time then."""
 
     since: float
     share: float
+    last: float
     until: float | None = None
 
 
@@ -154,13 +155,14 @@ class SlowWatch:
         news = self._ranks.look(at, found, contention)
         for rank, each in self._slow:
             if each.until is None and rank in found:
-                each.share = found[rank].share
-                each.until = at if rank in news.over else None
+                if slow_ranks.makes_wait(found[rank], contention):
+                    each.share, each.last = found[rank].share, at
+                each.until = each.last if rank in news.over else None
         for rank in news.over:
             self._say(f"rank {rank} is no longer slow")
         pids = {rank: pid for pid, rank in ranks.items()}
         for rank in news.slow:
-            self._slow.append((rank, _Slow(at - self._after, found[rank].share)))
+            self._slow.append((rank, _Slow(at - self._after, found[rank].share, at)))
             self._explain(generation, rank, found[rank], pids, before, lines)
 
     def _explain(
