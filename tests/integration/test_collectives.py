@@ -639,3 +639,30 @@ def compiled_with_breaks() -> None:
 
 def test_what_breaks_the_graph_still_computes_the_same(two):
     two.run(compiled_with_breaks)
+
+
+def compiled_in_a_part() -> None:
+    """In a group whose ranks are not those of the job, each of which sends in turn."""
+    members = [1, 2]
+    group = dist.new_group(members)
+    rank = dist.get_rank()
+    if rank in members:
+        for src in range(2):
+            x = torch.full((2,), float(rank), requires_grad=True)
+            torch.compiler.reset()
+            step = torch.compile(
+                lambda x, src=src: broadcast(x, src, group), backend="aot_eager", fullgraph=True
+            )
+            out = step(x)
+            assert out.tolist() == [float(members[src])] * 2
+            out.sum().backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [2.0 if rank == members[src] else 0.0] * 2
+    dist.barrier()
+    if rank in members:
+        dist.destroy_process_group(group)
+
+
+def test_a_compiled_broadcast_comes_from_the_groups_own_rank(ranks):
+    if ranks.world_size == 3:
+        ranks.run(compiled_in_a_part)

@@ -1327,3 +1327,60 @@ def test_a_failed_case_names_its_rank(pairs: Ranks) -> None:
 
     with pytest.raises(CaseFailed, match="rank 1: Traceback"):
         pairs.run(case)
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3], [2, 4, 3]], ids=["even", "uneven"])
+def test_models_may_be_listed_in_another_order_than_they_run(
+    three: Ranks, sizes: list[int]
+) -> None:
+    """A step begins with the one that runs first, wherever it stands in the list."""
+
+    def case(names: str) -> tuple[torch.Tensor, float]:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        first = DistributedDataParallel(nn.Linear(FEATURES, FEATURES).double())
+        second = DistributedDataParallel(nn.Linear(FEATURES, OUTPUTS).double())
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        listed = {"f": first, "s": second}
+        data = batches_of([[2] * n for n in sizes], rank, 0)
+        with Join([*(listed[each] for each in names), optimizer, schedule], steps=len(data)):
+            for x, y in data:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(second(first(x)), y).backward()
+                optimizer.step()
+                schedule.step()
+        return torch.cat([flat(first), flat(second)]), optimizer.param_groups[0]["lr"]
+
+    as_they_run, other = three.run(case, "fs"), three.run(case, "sf")
+    for (weights, rate), (same, same_rate) in zip(as_they_run, other, strict=True):
+        torch.testing.assert_close(weights, same, rtol=0, atol=0)
+        torch.testing.assert_close(weights, as_they_run[0][0], rtol=0, atol=0)
+        assert rate == same_rate == 0.5 ** (max(sizes) + 1)
+
+
+def test_local_sgd_leaves_frozen_parameters_alone(three: Ranks) -> None:
+    def case(lengths: list[int]) -> torch.Tensor:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        model = model_of()
+        assert isinstance(model, nn.Sequential)
+        model[0].requires_grad_(False)
+        optimizer = PostLocalSGDOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            PeriodicModelAverager(period=1, warmup_steps=0),
+        )
+        rank = dist.get_rank()
+        data = batches_of([[3] * n for n in lengths], rank, 0)
+        with Join([optimizer], steps=len(data)):
+            for batch in data:
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].weight.detach()
+
+    before = model_of()
+    assert isinstance(before, nn.Sequential)
+    for each in three.run(case, [2, 6, 4]):
+        torch.testing.assert_close(each, before[0].weight.detach(), rtol=0, atol=0)

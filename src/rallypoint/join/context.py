@@ -173,7 +173,8 @@ class Join:
         self._standstill: Standstill | None = None
         self._overlooked: Overlooked | None = None
         self._stack = ExitStack()
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._first: nn.Module | None = None
         self._iterated = False
         self._batches: Batches | None = None
         self._stayed: int | None = None  # number of steps, once the loop has ended
@@ -223,11 +224,20 @@ class Join:
                     torch_private.keep_join_config(joinable, stack)
             self._configure(tells=run.schedule is None)
             if modules:
-                self._hook = modules[0].register_forward_pre_hook(self._before_forward)
-                stack.callback(self._hook.remove)
+                # The module that runs first in a step begins it, wherever it stands in the list.
+                self._first = modules[0] if len(modules) == 1 else None
+                self._hooks = [
+                    each.register_forward_pre_hook(self._before_forward) for each in modules
+                ]
+                stack.callback(self._remove_hooks)
             self._stack = stack.pop_all()
         self._run = run
         return self
+
+    def _remove_hooks(self) -> None:
+        for each in self._hooks:
+            each.remove()
+        self._hooks = []
 
     @property
     def _models(self) -> list[DdpMember]:
@@ -408,6 +418,10 @@ class Join:
         run = self._run
         if run is None or not torch.is_grad_enabled():
             return
+        if self._first is None:
+            self._first = self._modules[0] if self._iterated else module
+        if module is not self._first:
+            return
         if not self._iterated:
             step = run.step + 1
             if step < run.calm and module.require_backward_grad_sync:
@@ -534,8 +548,8 @@ class Join:
             self._configure(tells=False)
         self._iterated = run.counted = True
         self._batches, run.replays = batches, self._replays
-        if self._replays and self._hook is not None:
-            self._hook.remove()  # this loop counts the steps itself
+        if self._replays:
+            self._remove_hooks()  # this loop counts the steps itself
         run.begin_loop()
         if schedule is not None and schedule.total - schedule.steps[run.rank] > MUCH_SKEW:
             _warn_of_skew(run.rank, schedule.total - schedule.steps[run.rank])

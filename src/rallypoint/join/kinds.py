@@ -96,16 +96,16 @@ def kind_of(joined: Any) -> Kind:
 def in_order(joinables: Iterable[Any]) -> list[Any]:
     """The objects in the order in which a training loop runs them: modules, optimizers, schedulers, scalers.
 
-    With an object in the list that may come anywhere in a step, the order of the list is kept.
+    An object that may come anywhere in a step keeps its place in the list.
 
     Raises:
         ConfigError: Join cannot handle one of them.
     """
-    found = list(joinables)
-    places = [kind_of(each).place for each in found]
-    if None in places:
-        return found
-    return sorted(found, key=lambda each: kind_of(each).place or 0)
+    found = [(each, kind_of(each).place) for each in joinables]
+    ordered = iter(
+        sorted((each for each in found if each[1] is not None), key=lambda each: each[1] or 0)
+    )
+    return [each if place is None else next(ordered)[0] for each, place in found]
 
 
 def member_of(joined: Any) -> Member:

@@ -21,7 +21,7 @@ _EXPECTED = "expected a number of steps, the samples of each step, or a loader w
 
 
 def first_dim(batch: Any) -> int:
-    """The first dimension of a batch's first tensor; without tensors, the batch's own length.
+    """The first dimension of a batch's first tensor; without tensors, the length of the batch, or of a mapping's first value.
 
     Raises:
         ConfigError: the batch has neither.
@@ -32,7 +32,12 @@ def first_dim(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
-    if isinstance(batch, Sized):
+    if isinstance(batch, Mapping):
+        # Its length is the number of its keys. Some mappings (UserDict) are no tree of torch's.
+        for value in batch.values():
+            if isinstance(value, Sized) and not isinstance(value, str | bytes):
+                return first_dim(value)
+    elif isinstance(batch, Sized):
         return len(batch)
     raise ConfigError(
         "samples",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -72,13 +73,16 @@ class GradientScale:
             id(p): (p, module)
             for module in self._at_parameters
             for p in module.parameters()
-            if p.requires_grad
+            if p.is_floating_point() or p.is_complex()
         }
         for p, module in every.values():
-            self._handles.append(p.register_hook(self._scaled))  # type: ignore[no-untyped-call]
-            if _notes_use(module):
-                accumulates = get_gradient_edge(p).node
-                self._handles.append(accumulates.register_prehook(partial(self._withheld, module)))
+            with _trainable(p):
+                self._handles.append(p.register_hook(self._scaled))  # type: ignore[no-untyped-call]
+                if _notes_use(module):
+                    accumulates = get_gradient_edge(p).node
+                    self._handles.append(
+                        accumulates.register_prehook(partial(self._withheld, module))
+                    )
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
         return _times(gradient, self._factor)
@@ -112,6 +116,17 @@ class GradientScale:
         if not self._factor:
             return None
         return tree_map(partial(_scale, factor=1.0 / self._factor, found=[]), (args, kwargs))
+
+
+@contextmanager
+def _trainable(parameter: nn.Parameter) -> Iterator[None]:
+    """A parameter that is frozen now may be trained later in the same step, and keeps its hooks."""
+    before = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(before)
 
 
 def _notes_use(module: nn.Module) -> bool:

@@ -149,8 +149,8 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     if x.dtype not in _KNOWN:
         return _from_bytes(broadcast(_as_bytes(x), src, group), x.dtype)
     if torch.compiler.is_compiling():
-        op = functional.broadcast
-        return _compiled(op(x.contiguous(), _global(src, group), _name(group)))
+        op = functional.broadcast  # it takes a rank of the group
+        return _compiled(op(x.contiguous(), src, _name(group)))
     out = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, _global(src, group), group=group)
     return out

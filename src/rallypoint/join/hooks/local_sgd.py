@@ -107,6 +107,8 @@ class LocalSgdMember(Member):
         with torch.no_grad():
             for each in params:
                 for parameter in each["params"] if isinstance(each, dict) else [each]:
+                    if parameter.grad is None:
+                        continue  # torch's averagers skip it
                     if weight:
                         parameter.mul_(weight)
                     else:
@@ -118,7 +120,9 @@ class LocalSgdMember(Member):
             return
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None and parameter.requires_grad:
+                # DDP has left none to what no rank has used.
+                ddp_has_it = id(parameter) in self._run.averaged
+                if parameter.grad is None and parameter.requires_grad and not ddp_has_it:
                     # torch's averagers skip parameters without a gradient, and the other ranks average these.
                     parameter.grad = torch.zeros_like(parameter)
         self._optimizer.step()
