@@ -1,12 +1,15 @@
 """The mark of a job that has ended well: who is told, and who comes for a new job."""
 
+import itertools
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from rallypoint.errors import RendezvousClosedError, RendezvousConnectionError
 from rallypoint.rendezvous.backends.file_store import FileStore
+from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.end_mark import ENDED_FOR, EndMark
 
 
@@ -65,3 +68,110 @@ def test_a_store_that_cannot_be_reached_is_somebody_elses_concern() -> None:
     alone.come()
     alone.leave(well=True)
     alone.close()
+
+
+class _Interrupted(MemoryStore):
+    """Another node does something before the operation with this number."""
+
+    def __init__(self, beneath: MemoryStore, number: int, other: Callable[[], None]) -> None:
+        self._values, self._changed = beneath._values, beneath._changed
+        self._left, self._other = number, other
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._other()
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        self._count()
+        return super().get_many(keys)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._count()
+        super().set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self._count()
+        return super().add(key, amount)
+
+    def delete(self, key: str) -> bool:
+        self._count()
+        return super().delete(key)
+
+
+def _jobs_of(store: MemoryStore) -> Callable[..., EndMark]:
+    def remove(_: MemoryStore) -> None:
+        store._values.clear()
+
+    def node(host: str, own: MemoryStore = store) -> EndMark:
+        return EndMark(lambda: own, remove, host)
+
+    return node
+
+
+def _interleavings() -> Iterator[tuple[MemoryStore, EndMark]]:
+    """Two jobs of a and b have ended; now a comes, and b in the middle of that, before each operation of a."""
+    for number in itertools.count(1):
+        store, called = MemoryStore(), []
+        node = _jobs_of(store)
+        for _ in range(2):
+            both = [node("a"), node("b")]
+            for each in both:
+                each.come()
+            both[-1].leave(well=True)
+
+        def other(node: Callable[..., EndMark] = node, called: list[int] = called) -> None:
+            called.append(1)
+            node("b").come()
+
+        a = node("a", _Interrupted(store, number, other))
+        a.come()
+        if not called:
+            return
+        yield store, a
+
+
+def test_nodes_that_come_at_the_same_moment_do_not_erase_each_other() -> None:
+    tried = 0
+    for store, a in _interleavings():
+        tried += 1
+        a.leave(well=True)
+        node = _jobs_of(store)
+        for host in ("a", "b"):
+            node(host).come()  # each of them took part, so neither is told
+    assert tried >= 5
+
+
+def test_lists_of_jobs_of_long_ago_are_removed() -> None:
+    store = MemoryStore()
+    node = _jobs_of(store)
+    sizes = []
+    for _ in range(5):
+        both = [node("a"), node("b")]
+        for each in both:
+            each.come()
+        both[0].leave(well=True)
+        sizes.append(len(store._values))
+    assert sizes[2] == sizes[4]
+
+
+def test_once_the_next_job_has_begun_nobody_is_told_of_the_last(folder: Path) -> None:
+    play(folder, "a", "b")
+    mark(folder, "a").come()
+    late = mark(folder, "c")
+    late.come()
+    late.leave(well=True)
+    with pytest.raises(RendezvousClosedError):
+        mark(folder, "d").come()
+    for host in ("a", "c"):
+        mark(folder, host).come()
+
+
+def test_a_mark_whose_hosts_were_lost_is_not_left() -> None:
+    store = MemoryStore()
+    node = _jobs_of(store)
+    a = node("a")
+    a.come()
+    store._values.clear()
+    a.leave(well=True)
+    node("a").come()

@@ -3,6 +3,11 @@
 A name may be used again: the same command in a loop is a new job each time. So each host is told once: one
 that took part in the job, or was told already, starts a new one. After :data:`ENDED_FOR` seconds the mark is void,
 by the store's clock.
+
+[Note: Numbers] The jobs of a name are numbered. The mark holds N, the number of the last one that succeeded, and each
+number has a list of hosts of its own. Who comes for the next job puts its host on list N+1; from then on the mark tells
+nobody anything. Nodes come at the same time, so none of them removes anything of N or N+1: the first on list N+1
+removes list N-1. A job that fails leaves nothing, and the numbers begin again.
 """
 
 from __future__ import annotations
@@ -13,12 +18,13 @@ from typing import Any
 
 from rallypoint.errors import RendezvousClosedError, RendezvousConnectionError
 
+from . import fields
 from .home import ENDED_WELL
 from .store import Store
 
 
 ENDED_FOR = 60
-_ENDED, _COUNT, _HOST = "ended", "hosts", "host/"
+_ENDED = "ended"
 # Hosts looked at; a job of more tells its late ones nothing.
 _MOST_HOSTS = 4096
 
@@ -45,6 +51,7 @@ class EndMark:
         self._age = age
         self._host = host
         self._store: Store | None = None
+        self._number = 0  # of this node's job; 0: it has not come
         self._told = False
 
     def come(self) -> None:
@@ -60,38 +67,76 @@ class EndMark:
             if self._store is None:
                 self._store = self._open()
             store = self._store
-            if store.exists(_ENDED):
-                void = self._age is not None and self._age(store, _ENDED) > ENDED_FOR
-                told = not void and self._host not in self._hosts(store)
-                if told:
-                    self._add(store)
-                    self._told = True
-                    raise RendezvousClosedError(ENDED_WELL)
-                self._remove(store)
-                store.close()
-                self._store = store = self._open()
-            self._add(store)
+            while True:
+                last = self._last(store)
+                late = last > 0 and self._is_late(store, last)
+                if self._last(store) == last:  # else its list may have been removed meanwhile
+                    break
+            if late:
+                self._add(store, last)
+                self._told = True
+                raise RendezvousClosedError(ENDED_WELL)
+            self._number = last + 1
+            if self._add(store, self._number) == 1:
+                self._forget(store, last - 1)
 
     def leave(self, *, well: bool) -> None:
         """The job is over, and this was its last node."""
-        if self._store is None:
+        store = self._store
+        if store is None or self._number == 0:
             return
         with contextlib.suppress(RendezvousConnectionError):  # the next job of the name has begun
-            if well:
-                self._store.set(_ENDED, b"well")
-            else:
-                self._remove(self._store)
+            if not well:
+                self._remove(store)
+            # Without the list (a store may lose it), the mark would end the next job of these hosts.
+            elif self._host in self._hosts(store, self._number):
+                store.set(_ENDED, str(self._number).encode())
 
     def close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             store.close()
 
-    def _add(self, store: Store) -> None:
-        store.set(f"{_HOST}{store.add(_COUNT, 1)}", self._host.encode())
+    def _last(self, store: Store) -> int:
+        """The number of the last job that succeeded; 0: there is none."""
+        return _number(store.get_many([_ENDED])[0])
 
-    def _hosts(self, store: Store) -> set[str]:
-        (counted,) = store.get_many([_COUNT])
-        count = int(counted) if counted is not None and counted.isdigit() else 0
-        keys = [f"{_HOST}{index}" for index in range(1, min(count, _MOST_HOSTS) + 1)]
+    def _is_late(self, store: Store, last: int) -> bool:
+        """Whether this node comes for a job that has ended: it did not take part, and the next has not begun."""
+        if self._age is not None and self._age(store, _ENDED) > ENDED_FOR:
+            return False
+        ended, following = (_number(each) for each in store.get_many([_count(last), _count(last + 1)]))
+        if following > 0 or ended > _MOST_HOSTS:
+            return False
+        return self._host not in self._hosts(store, last)
+
+    def _add(self, store: Store, number: int) -> int:
+        """Put this host on a job's list. Returns which of its hosts it is."""
+        place = store.add(_count(number), 1)
+        store.set(_place(number, place), self._host.encode())
+        return place
+
+    def _hosts(self, store: Store, number: int) -> set[str]:
+        count = _number(store.get_many([_count(number)])[0])
+        keys = [_place(number, place) for place in range(1, min(count, _MOST_HOSTS) + 1)]
         return {each.decode(errors="replace") for each in store.get_many(keys) if each is not None}
+
+    def _forget(self, store: Store, number: int) -> None:
+        """Remove the list of a job that no mark stands for any more."""
+        count = _number(store.get_many([_count(number)])[0]) if number > 0 else 0
+        for place in range(1, min(count, _MOST_HOSTS) + 1):
+            store.delete(_place(number, place))
+        if count:
+            store.delete(_count(number))
+
+
+def _number(held: bytes | None) -> int:
+    return fields.number(int(held)) if held is not None and held.isdigit() and len(held) < 20 else 0
+
+
+def _count(number: int) -> str:
+    return f"{number}/hosts"
+
+
+def _place(number: int, place: int) -> str:
+    return f"{number}/host/{place}"

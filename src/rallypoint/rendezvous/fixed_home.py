@@ -114,10 +114,11 @@ class FixedHome:
         return self._towards
 
     def clear(self, store: Store, *, well: bool) -> None:
-        if self._clear is not None:
-            self._clear(store)
+        # First the mark: a node that comes in between has to find that the job has ended, in one place or the other.
         if self._mark is not None:
             self._mark.leave(well=well)
+        if self._clear is not None:
+            self._clear(store)
 
     def close(self) -> None:
         if self._mark is not None:
