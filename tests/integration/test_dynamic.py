@@ -227,6 +227,98 @@ def test_a_closed_rendezvous_wakes_whoever_waits(job: Job) -> None:
         job.join(job.node(2, 2))[0].result(JOIN)
 
 
+@pytest.fixture(params=["file", "etcd"])
+def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    """A store that outlives jobs, which the last node clears."""
+    if request.param == "file":
+
+        def folder() -> FileStore:
+            return FileStore(tmp_path / "store", shared=False)
+
+        return Backend("file", lambda: FixedHome(folder, clear=FileStore.remove), folder)
+    endpoints = request.getfixturevalue("etcd_cluster").endpoints
+    prefix = f"lasting/{next(_numbers)}"
+
+    def connected() -> EtcdStore:
+        return EtcdStore(endpoints=endpoints, prefix=prefix)
+
+    return Backend(
+        "etcd", lambda: FixedHome(connected, clear=EtcdStore.delete_prefix), connected
+    )
+
+
+def _job_of_two(lasting: Backend) -> tuple[list[DynamicRendezvous], list[RendezvousInfo]]:
+    job = Job(lasting)
+    nodes = [job.node(2, 2, clears=True, last_call=0.0) for _ in range(2)]
+    infos = job.meet(*nodes)
+    job.pool.shutdown()
+    return nodes, infos
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_last_node_to_leave_clears_a_store_that_outlives_it(
+    lasting: Backend, closes: bool
+) -> None:
+    for _ in range(3):
+        nodes, infos = _job_of_two(lasting)
+        assert infos[0].generation == 0
+        if closes:
+            nodes[1].set_closed()
+        nodes[1].shutdown()
+        assert RecordStore(lasting.meddle(), Codec("job")).look(["head"]) != [None]
+        nodes[0].shutdown()
+    store = lasting.meddle()
+    assert RecordStore(store, Codec("job")).look(["head", "closed", "0/plan"]) == [None] * 3
+    store.close()
+
+
+def test_nodes_that_wait_have_read_that_it_is_over_before_the_store_is_cleared(
+    lasting: Backend,
+) -> None:
+    nodes, _ = _job_of_two(lasting)
+    job = Job(lasting)
+    (waiting,) = job.join(job.node(2, 2, clears=True))
+    records = RecordStore(lasting.meddle(), Codec("job"))
+    until(lambda: records.count("1/waiting") == 1)
+    nodes[1].set_closed()
+    for each in reversed(nodes):
+        each.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(JOIN)
+    job.end()
+    records.close()
+
+
+def test_nodes_that_wait_open_a_round_if_all_others_leave_without_closing(
+    lasting: Backend,
+) -> None:
+    nodes, _ = _job_of_two(lasting)
+    job = Job(lasting)
+    waiting = job.join(*[job.node(2, 2, clears=True) for _ in range(2)])
+    records = RecordStore(lasting.meddle(), Codec("job"))
+    until(lambda: records.count("1/waiting") == 2)
+    for each in reversed(nodes):
+        each.shutdown()
+    assert {each.result(JOIN).generation for each in waiting} == {1}
+    job.end()
+    records.close()
+
+
+def test_a_job_whose_last_node_was_killed_after_it_was_closed_does_not_bar_its_name(
+    lasting: Backend,
+) -> None:
+    nodes, _ = _job_of_two(lasting)
+    nodes[1].set_closed()
+    nodes[1].shutdown()
+    nodes[0]._watch.stop(leaving=False)  # as if it were killed: it does not count itself out
+    successors, infos = _job_of_two(lasting)
+    assert sorted(ranks(infos)) == [0, 1]
+    for each in reversed(successors):
+        each.shutdown()
+    nodes[0]._clears = False
+    nodes[0].shutdown()
+
+
 def test_a_round_that_does_not_fill_says_who_came_and_how_many_were_wanted(job: Job) -> None:
     futures = job.join(*[job.node(3, 4, join=1.0) for _ in range(2)])
     texts = []

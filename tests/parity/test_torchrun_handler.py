@@ -403,6 +403,20 @@ def test_a_job_that_failed_ends_everywhere(pair: list[api.RendezvousHandler]) ->
         pair[0].next_rendezvous()
 
 
+def test_a_job_that_failed_does_not_bar_its_name_in_a_folder(tmp_path: Path) -> None:
+    for _ in range(2):
+        params = RendezvousParameters(
+            "rallypoint", f"file://{tmp_path}", "job", 1, 1, local_addr="127.0.0.1", lease=60
+        )
+        made = create_handler(params)
+        assert made.next_rendezvous().world_size == 1
+        try:
+            raise ChildFailedError("worker.py", {0: ProcessFailure(0, 1, 1, "")})
+        except ChildFailedError:
+            made.shutdown()
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_a_node_that_ends_for_another_reason_is_lost_and_closes_nothing(
     pair: list[api.RendezvousHandler],
 ) -> None:

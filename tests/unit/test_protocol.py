@@ -393,6 +393,88 @@ def test_a_closed_rendezvous_ends_the_wait_of_all() -> None:
     assert all(isinstance(each.outcome, Closed) for each in world.nodes.values())
 
 
+def _closed_by_a(world: World) -> None:
+    world.table["closed"] = {"closed": "the workers failed", "by": "a"}
+    world.table.setdefault("1/call", {"closed": "the workers failed"})
+
+
+@pytest.mark.parametrize("told_by_call", [True, False])
+def test_a_job_that_was_closed_and_is_gone_does_not_bar_its_name(told_by_call: bool) -> None:
+    world = World()
+    for name in "ab":
+        world.add(name, FIXED2)
+    world.run()
+    _closed_by_a(world)
+    if not told_by_call:
+        del world.table["1/call"]
+    world.table["beat/a"] = {"beat": 70, "left": True}
+    for name in "ab":
+        world.nodes[name].alive = False
+    before = world.now
+    for name in "xy":
+        world.add(name, FIXED2)
+    world.run()
+    outcomes = [world.nodes[name].outcome for name in "xy"]
+    assert all(isinstance(each, Joined) for each in outcomes), outcomes
+    assert "closed" not in world.table
+    assert world.now - before >= protocol.LEASES_TO_OPEN * TIMING.lease
+    # And the next of the name, if that one is killed, finds its round.
+    world.add("late", FIXED2)
+    world.run(1)
+    assert world.nodes["late"].outcome is None
+    assert f"{outcomes[0].generation + 1}/waiting" in world.table
+
+
+def test_a_node_of_a_closed_job_that_lives_tells_newcomers() -> None:
+    world = World()
+    for name in "ab":
+        world.add(name, FIXED2)
+    world.run()
+    world.add("waiting", FIXED2)
+    world.run(1)
+    _closed_by_a(world)
+    world.nodes["a"].alive = False  # b beats on
+    world.add("x", FIXED2)
+    before = world.now
+    world.run()
+    assert world.nodes["waiting"].outcome == world.nodes["x"].outcome == Closed("the workers failed")
+    assert world.now - before <= TIMING.lease
+    assert "closed" in world.table
+
+
+def test_who_waits_for_the_end_of_a_closed_job_begins_anew_when_its_records_are_gone() -> None:
+    world = World()
+    for name in "ab":
+        world.add(name, FIXED2)
+    world.run()
+    _closed_by_a(world)
+    for name in "ab":
+        del world.nodes[name]
+    for name in "xy":
+        world.add(name, FIXED2)
+    world.run(1)
+    assert world.nodes["x"].outcome is None
+    world.epoch += 1  # the last node of the job has cleared the store
+    world.nodes["x"].epoch = world.nodes["y"].epoch = world.epoch
+    world.table.clear()
+    world.run(TIMING.lease)
+    assert ranks_of(world, 0) == {"x": 0, "y": 1}
+
+
+def test_a_store_that_a_node_serves_ends_with_its_job_so_closed_means_closed() -> None:
+    world = World()
+    for name in "ab":
+        world.add(name, FIXED2)
+    world.run()
+    world.table["store"] = {"name": "s", "moves": 0}
+    _closed_by_a(world)
+    for name in "ab":
+        world.nodes[name].alive = False
+    world.add("x", FIXED2)
+    world.run(0)
+    assert world.nodes["x"].outcome == Closed("the workers failed")
+
+
 def test_nodes_of_one_label_get_neighbouring_ranks() -> None:
     world = World()
     by_label = replace(FIXED4, by_label=True)

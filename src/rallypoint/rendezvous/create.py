@@ -98,6 +98,7 @@ def handler_for(
         listener=listener,
         bind=_bind(params),
         store_for=GenerationStores(params.get_as_seconds("read_timeout", READ_TIMEOUT)),
+        clears=True,
     )
 
 

@@ -17,6 +17,7 @@ from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import (
     ConfigError,
+    RallyError,
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousStateError,
@@ -43,6 +44,9 @@ from .round_watch import RoundWatch
 _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+
+# How long the last node keeps the store so that nodes that wait can read that they are not needed.
+WAITING_PATIENCE = 2.0
 
 
 def _ignore(_: object) -> None:
@@ -99,6 +103,8 @@ class DynamicRendezvous(RendezvousHandler):
         listener: see :class:`Listener`.
         store_for: makes the store for users of a round; None: the job's own connection.
         bind: address to listen on; ``*``: all; None: the one that is announced to other nodes.
+        clears: the last node of a round that shuts down removes the job's records from a store that outlives it. A launcher
+            decides that itself and calls :meth:`clear`.
     """
 
     def __init__(
@@ -119,8 +125,10 @@ class DynamicRendezvous(RendezvousHandler):
         listener: Listener | None = None,
         store_for: StoreFor | None = None,
         bind: str | None = None,
+        clears: bool = False,
     ) -> None:
         self._home = home
+        self._clears = clears
         self._bind = bind
         self._backend = backend
         self._run_id = run_id
@@ -222,6 +230,7 @@ class DynamicRendezvous(RendezvousHandler):
                     why = reason if len(arrived) >= least else self._guestbook.said
                     raise RendezvousTimeout(self._timing.join, least, arrived, missing, most, why)
                 case Closed(reason):
+                    self._note_heard(records)
                     raise RendezvousClosedError(
                         f"the rendezvous {self._run_id!r} is closed: {reason}"
                     )
@@ -252,8 +261,11 @@ class DynamicRendezvous(RendezvousHandler):
     def close_rendezvous(self, reason: str) -> None:
         """Form no further round; nodes that wait for one are told ``reason``."""
         records = self._connected(Deadline(self._timing.join))
-        records.claim("closed", {"closed": reason})
-        generation = self._standing.node.generation
+        node_id, generation = self._standing.node.node_id, self._standing.node.generation
+        if generation is None and self._outlives:
+            # As long as one of the job's nodes beats, newcomers are told; later they begin a new job.
+            self._watch.start(records, member=False)
+        records.claim("closed", {"closed": reason, "by": node_id})
         if generation is not None:
             # Nodes that wait for the next round wait for its call.
             records.claim(f"{generation + 1}/call", {"closed": reason})
@@ -264,6 +276,11 @@ class DynamicRendezvous(RendezvousHandler):
             # Its next beat would restore the round's records, and the next job of the name would take that round for running.
             self._watch.stop(leaving=True)
             self._home.clear(self.records.store, well=well)
+
+    def await_settled(self, records: RecordStore) -> None:
+        """Wait until all nodes that wait have read that there will be no round. Some may have gone silently: hence the timeout."""
+        if records.count("came") > records.count("settled"):
+            records.wait("closed/all_heard", WAITING_PATIENCE)
 
     def settle(self) -> bool:
         """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
@@ -291,12 +308,54 @@ class DynamicRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         self._stop.set()
+        if self._clears:
+            self._count_out()
         self._connection.close(leaving=True)
         if self._store_for is not None:
             self._store_for.close()
         self._home.close()
         self._watch.close()
         return True
+
+    def _note_heard(self, records: RecordStore) -> None:
+        """This node has read that the rendezvous is closed. The last node to leave waits until all have."""
+        if not self._clears:
+            return
+        try:
+            if self.settle():
+                records.write("closed/all_heard", {})
+        except RallyError as error:
+            _log.info("the others cannot be told that this node has heard: %s", error)
+
+    def _count_out(self) -> None:
+        """Count this node among those of its round that have left. The last one clears a store that outlives them."""
+        node, records = self._standing.node, self.records
+        if node.generation is None or records is None or not self._outlives:
+            return
+        self._watch.stop(leaving=True)
+        if self._watch.store_lost:
+            return
+        own = None
+        try:
+            own = records.clone()  # another thread may wait over the present connection
+            if own.increment(f"{node.generation}/left") < node.num_nodes:
+                return
+            (closed,) = own.look(["closed"])
+            if closed is not None:
+                self.await_settled(own)
+            elif own.count("came") > own.count("settled"):
+                return  # who waits opens the next round
+            self._home.clear(own.store, well=False)
+        except RallyError as error:
+            _log.info("the job's records stay in the store: %s", error)
+        finally:
+            if own is not None:
+                own.close()
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether the store outlives the job's nodes."""
+        return not self._home.serves and self._home.host is None
 
     # -- for the launcher ----------------------------------------------------------------------
 

@@ -144,6 +144,8 @@ Outcome = Joined | TimedOut | Closed | Moved | RankTaken
 NUM_DEPUTIES = 3
 # Rank 0 is silent for so many leases before one that waits opens a round by itself.
 LEASES_TO_OPEN = 3
+# How far a newcomer looks back for a round that had members: those after it were closed, or void.
+_ROUNDS_BACK = 8
 
 
 def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
@@ -154,6 +156,13 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
     while True:
         if generation is None:
             generation, entitled, outcome = yield from _find_round(node)
+            if isinstance(outcome, Closed):
+                # The store may have outlived the job that was closed.
+                outcome = yield from _await_end(generation, timing)
+                if isinstance(outcome, _Over):
+                    generation = None
+                    continue
+                entitled = True
             if outcome is not None:
                 return outcome
             if not entitled and node.given_rank is not None:
@@ -205,24 +214,66 @@ class _Over:
 def _find_round(node: Node) -> Steps:
     """The first generation without a plan, and whether a stranger may take part right away.
 
-    Or, third, an outcome: the job's store is elsewhere; or this node is a member of the running round and did not hear of it.
+    Or, third, an outcome: the job's store is elsewhere; or this node is a member of the running round and did not hear of it;
+    or the job is closed, and no node serves the store: it may be over.
     """
-    (_, (head, store, note)) = yield Look(("head", "store", "moved"))
+    (_, (head, store, note, closed)) = yield Look(("head", "store", "moved", "closed"))
     generation = fields.generation(head)
     moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
     if moved is not None:
         return generation, False, moved
+    lasting = store is None and node.generation is None
     while True:
         keys = (f"{generation}/plan", f"{generation}/call")
         (_, (plan, call)) = yield Look(keys)
-        if plan is None:
+        # A round that was closed before anybody opened it stays closed for the nodes of that job.
+        if plan is None and not (lasting and call is not None and "closed" in call):
             break
         generation += 1
+    if lasting and closed is not None:
+        return generation, False, Closed(str(closed.get("closed")))
     joined = None
     if generation > 0 and node.slot < 0:  # only a node that knows of no round may have missed one
         (_, (plan,)) = yield Look((f"{generation - 1}/plan",))
         joined = yield from _by_id(node, generation - 1, plan or {})
     return generation, generation == 0 or call is not None, joined
+
+
+def _await_end(generation: int, timing: Timing) -> Steps:
+    """Wait until it is clear whether a job that was closed has ended: its last node may have died before it cleared the store.
+
+    Args:
+        generation: the first without a plan.
+        timing: of the rendezvous.
+    Returns:
+        Closed, if a node of that job is alive; _Over, if its records are gone; None, if a new job may begin with this round.
+    """
+    members: frozenset[str] = frozenset()
+    for last in range(generation - 1, max(-1, generation - 1 - _ROUNDS_BACK), -1):
+        members = yield from _members_of(last)
+        if members:
+            break
+    leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
+    before: dict[str, int] = {}
+    plan: Any = None
+    while True:
+        (_, (closed,)) = yield Look(("closed",))
+        if closed is None:
+            return _Over()
+        # Who has closed it may have been in no round.
+        watched = sorted(members | {fields.node_id(closed.get("by"))})
+        (now, beats) = yield Look(tuple(f"beat/{each}" for each in watched))
+        numbers = dict(zip(watched, map(fields.beat_number, beats), strict=True))
+        if plan is not None or any(numbers[each] > before.get(each, numbers[each]) for each in watched):
+            return Closed(str(closed.get("closed")))
+        before = numbers
+        # Those that have left count as well: the last of them may be about to clear the store.
+        if leases.observe(now, {0: 0}):
+            yield Tell("an earlier job of this name was closed, and none of its nodes is left; beginning anew")
+            yield Delete("closed/all_heard")
+            yield Delete("closed")
+            return None
+        (_, plan) = yield Await(f"{generation}/plan", timing.lease / 5)
 
 
 def _held_by(rank: int, generation: int) -> Steps:

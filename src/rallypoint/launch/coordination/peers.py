@@ -68,8 +68,6 @@ LEAVE_PATIENCE = 5.0
 MAX_REASON = 300
 # How long the node that serves the store stays for nodes that have not read that it leaves: one may be suspended.
 FAREWELL_PATIENCE = 3.0
-# How long the store is kept so that spare nodes can read that they are not needed.
-SPARES_PATIENCE = 2.0
 
 Say = Callable[[str], None]
 
@@ -458,11 +456,11 @@ class PeerNodes:
                     records.write(f"{kept_for}/all_left", {})
                     if (ending or if_last) and not rendezvous.serves:
                         rendezvous.close_rendezvous(ending or if_last)
-                        self._wait_for_spares(records)
+                        rendezvous.await_settled(records)
                         rendezvous.clear(well=(ending or if_last) == ENDED_WELL)
             if rendezvous.serves and ending:
                 records.wait(f"{kept_for}/all_left", deadline.remaining() or 0.0)
-                self._wait_for_spares(records)
+                rendezvous.await_settled(records)
             elif current.said_farewell:
                 self._await_those_who_hear(records, current)
         except RallyError:
@@ -474,11 +472,6 @@ class PeerNodes:
         for rank in range(current.num_nodes):
             if rank != current.rank and rank not in current.gone:
                 records.wait(_heard(current.generation, rank), deadline.remaining() or 0.0)
-
-    def _wait_for_spares(self, records: RecordStore) -> None:
-        """Wait until all spares have read that there will be no round. Some may have gone silently: hence the timeout."""
-        if records.count("came") > records.count("settled"):
-            records.wait("closed/all_heard", SPARES_PATIENCE)
 
     # -- what happens on other nodes -----------------------------------------------------------------
 
