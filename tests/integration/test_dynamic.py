@@ -242,9 +242,7 @@ def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     def connected() -> EtcdStore:
         return EtcdStore(endpoints=endpoints, prefix=prefix)
 
-    return Backend(
-        "etcd", lambda: FixedHome(connected, clear=EtcdStore.delete_prefix), connected
-    )
+    return Backend("etcd", lambda: FixedHome(connected, clear=EtcdStore.delete_prefix), connected)
 
 
 def _job_of_two(lasting: Backend) -> tuple[list[DynamicRendezvous], list[RendezvousInfo]]:

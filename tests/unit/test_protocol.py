@@ -437,7 +437,9 @@ def test_a_node_of_a_closed_job_that_lives_tells_newcomers() -> None:
     world.add("x", FIXED2)
     before = world.now
     world.run()
-    assert world.nodes["waiting"].outcome == world.nodes["x"].outcome == Closed("the workers failed")
+    assert (
+        world.nodes["waiting"].outcome == world.nodes["x"].outcome == Closed("the workers failed")
+    )
     assert world.now - before <= TIMING.lease
     assert "closed" in world.table
 

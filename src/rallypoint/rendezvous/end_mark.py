@@ -105,7 +105,9 @@ class EndMark:
         """Whether this node comes for a job that has ended: it did not take part, and the next has not begun."""
         if self._age is not None and self._age(store, _ENDED) > ENDED_FOR:
             return False
-        ended, following = (_number(each) for each in store.get_many([_count(last), _count(last + 1)]))
+        ended, following = (
+            _number(each) for each in store.get_many([_count(last), _count(last + 1)])
+        )
         if following > 0 or ended > _MOST_HOSTS:
             return False
         return self._host not in self._hosts(store, last)

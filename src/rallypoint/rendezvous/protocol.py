@@ -264,12 +264,16 @@ def _await_end(generation: int, timing: Timing) -> Steps:
         watched = sorted(members | {fields.node_id(closed.get("by"))})
         (now, beats) = yield Look(tuple(f"beat/{each}" for each in watched))
         numbers = dict(zip(watched, map(fields.beat_number, beats), strict=True))
-        if plan is not None or any(numbers[each] > before.get(each, numbers[each]) for each in watched):
+        if plan is not None or any(
+            numbers[each] > before.get(each, numbers[each]) for each in watched
+        ):
             return Closed(str(closed.get("closed")))
         before = numbers
         # Those that have left count as well: the last of them may be about to clear the store.
         if leases.observe(now, {0: 0}):
-            yield Tell("an earlier job of this name was closed, and none of its nodes is left; beginning anew")
+            yield Tell(
+                "an earlier job of this name was closed, and none of its nodes is left; beginning anew"
+            )
             yield Delete("closed/all_heard")
             yield Delete("closed")
             return None
