@@ -87,9 +87,9 @@ class _Text:
         if self._plain and kind == "histogram":
             ends = [(labels, value) for labels, value in samples if labels["le"] == "+Inf"]
             without = [({k: v for k, v in labels.items() if k != "le"}, n) for labels, n in ends]
-            nothing = float("nan")  # it is not summed up
-            self._add("_".join((name, "count")), without)
-            self._add("_".join((name, "sum")), [(labels, nothing) for labels, _ in without])
+            unknown = [(labels, float("nan")) for labels, _ in without]
+            for ending, values in (("count", without), ("sum", unknown)):
+                self._add(f"{name}_{ending}", values)
 
     def _add(self, name: str, samples: Iterable[tuple[Labels, float]]) -> None:
         for labels, value in samples:
