@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from elastic import Hosts
-from supervisors import RALLY
+from elastic import Hosts, wait_until
+from ports import free_port
+from supervisors import RALLY, Popen
 
 
 PATIENCE = 90.0
@@ -59,6 +60,45 @@ def test_preflight_starts_no_job_that_would_fail(tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
         assert ("it runs" in done.stdout) == (code == 0)
         assert ("rally: preflight: 1 problem" in done.stderr) == (code == 1)
+
+
+TRAINS = """
+import os, pathlib, sys, threading
+here = pathlib.Path(sys.argv[1])
+(here / f"{os.environ['RALLY_GENERATION']}-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}").touch()
+while not (here / "go").exists():
+    threading.Event().wait(0.05)
+"""
+
+
+def test_a_node_that_comes_later_is_checked_by_itself_and_joins(tmp_path: Path) -> None:
+    """The others train, and take no part in a check."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    words = (
+        *("--nnodes", "2:3", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "x"),
+        *("--insecure", "--rdzv-conf", "last_call_timeout=1,lease=2", "--shutdown-timeout", "1"),
+    )
+
+    def start(*more: str) -> Popen:
+        return Popen(
+            [RALLY, "run", *words, *more, str(script), str(tmp_path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    nodes = [start(), start()]
+    try:
+        wait_until(lambda: (tmp_path / "0-2-1").exists(), "the first two train")
+        conf = "last_call_timeout=1,lease=2,join_timeout=3"
+        nodes.append(start("--preflight", "--rdzv-conf", conf))
+        wait_until(lambda: list(tmp_path.glob("*-3-2")), "the third one has joined")
+    finally:
+        (tmp_path / "go").touch()
+        said = [each.communicate(timeout=120)[1] for each in nodes]
+    assert [each.returncode for each in nodes] == [0, 0, 0], said
+    assert "preflight: no other node took part, so this one was checked by itself" in said[2]
 
 
 def test_a_secret_that_can_be_read_once_is_enough_for_check_and_job(tmp_path: Path) -> None:

@@ -54,12 +54,14 @@ class Examination:
         nodes: by rank; only this one if they could not meet.
         links: between them.
         all_reduce: of all of them, or None.
+        problem: why they could not meet; empty if they did, or need not.
     """
 
     findings: list[judgement.Finding]
     nodes: list[NodeFacts]
     links: list[Link]
     all_reduce: AllReduce | None
+    problem: str = ""
 
     @property
     def is_healthy(self) -> bool:
@@ -112,6 +114,12 @@ def command(words: Sequence[str], show: Say, say: Say) -> int:
 def preflight(config: LaunchConfig, say: Say) -> bool:
     """Check before a job, and print what is not fine. Returns whether it may start."""
     found = _examine(config, lambda _remark: None)  # the job makes them again
+    if found.problem and (config.min_nodes or config.num_nodes) < config.num_nodes:
+        # The others may train already: a newcomer is admitted on its own facts.
+        say(
+            f"preflight: no other node took part, so this one was checked by itself ({found.problem})"
+        )
+        found = replace(found, findings=judgement.judge(found.nodes))
     if brief := finding_table.text(found.findings, briefly=True):
         say(f"preflight: {finding_table.verdict(found.findings)}\n{brief}")
     return found.is_healthy
@@ -175,7 +183,7 @@ def _together(config: LaunchConfig, say: Say) -> Examination:
         with environment.overlay(_network_of_workers(config)):
             nodes = [probe.facts(config.workers_per_node, config.logs.folder)]
     findings = judgement.judge(nodes, links, reduced, several=True, meeting=problem)
-    return Examination(findings, nodes, links, reduced)
+    return Examination(findings, nodes, links, reduced, problem)
 
 
 def _network_of_workers(config: LaunchConfig) -> Mapping[str, str]:
