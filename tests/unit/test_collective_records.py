@@ -46,6 +46,21 @@ def test_who_has_not_entered_is_named() -> None:
     )
 
 
+def test_of_two_groups_with_the_same_members_the_right_one_is_named() -> None:
+    idle = group(call(900, done=True))
+    waits, behind = (
+        group(call(2), about="checkpoint"),
+        group(call(1, done=True), about="checkpoint"),
+    )
+    found = collective_waits.verdict(
+        {0: [idle, waits], 1: [idle, waits], 2: [idle, behind]} | {3: [idle, waits]}
+    )
+    assert found is not None
+    assert found.missing == (2,)
+    assert "of group checkpoint" in found.text
+    assert "default group" not in found.text
+
+
 def test_who_does_not_answer_is_missing_if_all_others_wait() -> None:
     found = collective_waits.verdict({0: [WAITS], 1: [WAITS], 3: [WAITS]})
     assert found is not None and found.missing == (2,)
@@ -172,6 +187,21 @@ def test_records_are_compact() -> None:
         "seconds": 2.5,
     }
     assert flight_records.compact(['{"entries": null}'], {}, 0) == []
+
+
+def test_calls_of_a_group_that_was_destroyed_are_not_those_of_the_next_one() -> None:
+    """torch names the next default group alike, and counts anew; its recorder keeps the old calls."""
+    entries = [entry(seq, retired=True) for seq in range(1, 101)]
+    entries += [entry(seq, retired=seq < 3) for seq in (1, 2, 3)]
+    dump = json.dumps({"entries": entries})
+    (found,) = flight_records.compact([dump], {"0": [0, 1]}, 0)
+    assert [(each["seq"], each["done"]) for each in found["calls"]] == [
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
+    (late,) = flight_records.entered([dump], {"0": [0, 1]}, 50)
+    assert late["seqs"] == [1, 2, 3]
 
 
 def test_each_backend_of_a_group_counts_its_own_calls() -> None:

@@ -51,7 +51,10 @@ def compact(
         )
         sizes = each["input_sizes"] or each["output_sizes"]
         dtypes = each["input_dtypes"] or each["output_dtypes"] or [""]
-        group["calls"].append(
+        calls = group["calls"]
+        if calls and each["collective_seq_id"] < calls[-1]["seq"]:
+            calls.clear()  # of a group that was destroyed: another one has its name, and counts anew
+        calls.append(
             {
                 "seq": each["collective_seq_id"],
                 "op": op[:_MAX_TEXT],
@@ -98,7 +101,10 @@ def entered(
             members[name] = list(ranks[group])
             kind = zlib.crc32(repr((op, each["input_sizes"], each["input_dtypes"])).encode())
             call = each["collective_seq_id"], each["time_created_ns"], kind
-            calls.setdefault(name, []).append(call)
+            so_far = calls.setdefault(name, [])
+            if so_far and call[0] < so_far[-1][0]:
+                so_far.clear()  # as above
+            so_far.append(call)
     found: list[Entered] = []
     for name, all_of in calls.items():
         last = sorted(all_of)[-max(1, most // len(calls)) :]

@@ -70,10 +70,10 @@ def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ())
     mismatches: list[tuple[set[int], str]] = []
     lags: list[tuple[set[int], str]] = []
     waiting: set[int] = set()
-    for (_, members), calls in sorted(_by_group(known).items()):
+    for (own, members), calls in sorted(_by_group(known).items()):
         pending = {rank: _first_pending(each) for rank, each in calls.items()}
         waiting |= {rank for rank, each in pending.items() if each is not None}
-        name = _name(members, calls, known)
+        name = _name(own, members, calls, known)
         if (differs := _mismatch(calls, name)) is not None:
             mismatches.append(differs)
         elif (behind := _lag(members, calls, pending, name, known, unheard)) is not None:
@@ -94,8 +94,8 @@ def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ())
 def mismatch(known: Mapping[int, Sequence[Group]]) -> str:
     """The calls that do not match, as in :func:`verdict`, of ranks some of which have ended; or nothing."""
     found = [
-        _mismatch(calls, _name(members, calls, known))
-        for (_, members), calls in sorted(_by_group(known).items())
+        _mismatch(calls, _name(own, members, calls, known))
+        for (own, members), calls in sorted(_by_group(known).items())
     ]
     return "; ".join(each[1] for each in found if each is not None)
 
@@ -114,7 +114,7 @@ def place(groups: Sequence[Group]) -> str:
     if not waits:
         return ""
     call, group = max(waits, key=lambda each: float(each[0]["seconds"]))
-    name = _name(tuple(group["ranks"]), {}, {0: [group]})
+    name = _name(group["name"], tuple(group["ranks"]), {}, {0: [group]})
     return f"{_call(call)} of {name} for {call['seconds']:.0f} s"
 
 
@@ -201,15 +201,18 @@ def _lag(
 
 
 def _name(
-    members: Sequence[int], calls: Iterable[int], known: Mapping[int, Sequence[Group]]
+    own: str,
+    members: Sequence[int],
+    calls: Iterable[int],
+    known: Mapping[int, Sequence[Group]],
 ) -> str:
-    """A group for people: its description, else its ranks."""
+    """A group for people: its description, else its ranks. Several groups may have the same members."""
     ranks = list(calls) or list(known)
     about = next(
         each["about"]
         for rank in ranks
         for each in known[rank]
-        if tuple(each["ranks"]) == tuple(members)
+        if each["name"] == own and tuple(each["ranks"]) == tuple(members)
     )
     if about == "default_pg":
         return "the default group"
