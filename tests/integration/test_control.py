@@ -529,6 +529,39 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
         os.close(fd)
 
 
+def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(job: Job) -> None:
+    """`rally run` is stopped by Ctrl-Z, say; then a signal ends `rally top`."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execv(RALLY, ["rally", "top", job.name, "--interval", "0.2"])
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(fd)
+    shown = bytearray()
+
+    def wait_shown(text: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while text.encode() not in shown:
+            assert time.monotonic() < deadline, (text, bytes(shown[-3000:]))
+            if select.select([fd], [], [], 0.2)[0]:
+                shown.extend(os.read(fd, 65536))
+
+    try:
+        wait_shown("CPU%")
+        job.process.send_signal(signal.SIGSTOP)
+        wait_shown("does not answer")
+        job.process.send_signal(signal.SIGCONT)
+        del shown[:]
+        wait_shown(f"{job.name}: running")
+        os.write(fd, b"\x1a")  # Ctrl-Z is a key like others
+        os.kill(pid, signal.SIGTERM)
+        wait_shown("\x1b[?1049l")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
+        assert termios.tcgetattr(fd) == before
+    finally:
+        job.process.send_signal(signal.SIGCONT)
+        os.close(fd)
+
+
 # -- a job that hangs -----------------------------------------------------------------------------
 
 WAITS = """

@@ -39,13 +39,21 @@ def test_rates_are_between_two_looks_at_the_same_process() -> None:
     assert found[0].read == 1024.0
 
 
+def test_who_moves_is_not_behind_however_many_the_others_have_begun() -> None:
+    """They may be in more groups, or on a node that was asked a moment later."""
+    before = [told(rank, collectives=1000 * (rank % 2)) for rank in range(4)]
+    now = [told(rank, at=11.0, collectives=1000 * (rank % 2) + 10) for rank in range(4)]
+    assert [each.remark for each in worker_table.rows(now, before)] == [""] * 4
+    assert [each.remark for each in worker_table.rows(now)] == [""] * 4
+
+
 def test_a_child_that_has_ended_makes_no_negative_rate() -> None:
     (row,) = worker_table.rows([told(0, at=11.0, cpu=0.5)], [told(0)])
     assert row.cpu == 0.0
 
 
 def test_the_odd_ones_say_why() -> None:
-    before = [told(rank) for rank in range(5)]
+    before = [told(rank, collectives=4) for rank in range(5)]
     now = [told(rank, at=11.0, cpu=1.9, collectives=9) for rank in range(5)]
     now[1] |= {"cpu": 1.0, "collectives": 4}
     now[2] |= {"state": "T"}
@@ -98,7 +106,7 @@ def test_no_line_is_longer_than_the_terminal(width: int, count: int, memory: int
 
 
 def test_a_narrow_terminal_shows_rank_and_remark() -> None:
-    before = [told(rank, collectives=0, read=0) for rank in range(3)]
+    before = [told(rank, collectives=4, read=0) for rank in range(3)]
     now = [told(rank, at=11.0, cpu=1.9, collectives=9, read=1 << 20) for rank in range(3)]
     now[1] |= {"state": "T", "collectives": 4}
     rows = worker_table.rows(now, before)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rallypoint._core import env as environment, standard_streams
 from rallypoint.control import client
-from rallypoint.errors import ConfigError, ControlError
+from rallypoint.errors import ConfigError
 
 from . import top_screen, worker_table
 from .top_view import View
@@ -119,9 +119,7 @@ def _one_after_the_other(view: View, interval: float) -> None:
     view.look()
     while True:
         select.select([], [], [], interval)
-        try:
-            view.look()
-        except ControlError:
+        if not view.look_again():
             _write("the job has ended")
             return
         _write("\n".join(view.lines(_width())) + "\n")

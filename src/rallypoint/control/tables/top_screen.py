@@ -27,6 +27,8 @@ _SORT_KEYS = {"r": "rank", "c": "cpu", "m": "memory", "g": "gpu"}
 _ARROWS = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}
 _KEY = re.compile(r"\x1b[\[O][0-9;]*.|.", re.DOTALL)
 _END = {"q", "\x03", "\x04"}
+# They end this command, which puts the terminal back first.
+_STOPS = frozenset({signal.SIGTERM, signal.SIGHUP})
 # Lines of each rank, where the output of all is shown.
 LINES_OF_EACH = 3
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -45,7 +47,9 @@ def run(view: View, interval: float) -> None:
             ready, _, _ = select.select([wake, sys.stdin], [], [], None if text else wait)
             if wake in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(wake, 64)  # another size: draw again
+                    # SIGWINCH: another size, draw again.
+                    if stopped := _STOPS.intersection(os.read(wake, 64)):
+                        raise SystemExit(128 + min(stopped))
             if sys.stdin in ready:
                 pressed = _parted(keys())
                 if not pressed or _END & set(pressed):
@@ -54,9 +58,7 @@ def run(view: View, interval: float) -> None:
                     text = _after(key, view, text)
             if MONOTONIC.now() >= look_at and text is None:
                 look_at = MONOTONIC.now() + interval
-                try:
-                    view.look()
-                except ControlError:
+                if not view.look_again():
                     said = "the job has ended"
                     break
     if said:
@@ -92,10 +94,15 @@ def _screen() -> Iterator[tuple[int, Callable[[], str]]]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    handler = signal.signal(signal.SIGWINCH, lambda *_: None)
+    numbers = (signal.SIGWINCH, *_STOPS)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         tty.setcbreak(fd)
+        # Ctrl-Z would stop this command on a page that the shell's prompt then stands on.
+        mode = termios.tcgetattr(fd)
+        mode[6][termios.VSUSP] = b"\0"
+        termios.tcsetattr(fd, termios.TCSADRAIN, mode)
         sys.stdout.write("\x1b[?1049h\x1b[?25l")
         sys.stdout.flush()
         yield read, lambda: os.read(fd, 256).decode(errors="replace")
@@ -104,7 +111,8 @@ def _screen() -> Iterator[tuple[int, Callable[[], str]]]:
         sys.stdout.flush()
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
         signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGWINCH, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         os.close(read)
         os.close(write)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rallypoint.control import client
+from rallypoint.errors import ControlError
 
 from . import worker_table
 
@@ -27,6 +28,16 @@ class View:
         self._rows: list[worker_table.Row] = []
         self._last: list[dict[str, Any]] = []
         self._status: dict[str, Any] = {}
+        self._problem = ""
+
+    def look_again(self) -> bool:
+        """Ask the job; if it does not answer, what it said last stays, with the reason. Returns whether it still runs."""
+        try:
+            self.look()
+        except ControlError as error:
+            self._problem = str(error)
+            return client.is_running(self.job)
+        return True
 
     def look(self) -> None:
         """Ask the job.
@@ -35,6 +46,7 @@ class View:
             ControlError: it has ended, or does not answer.
         """
         self._status = self.job.status()
+        self._problem = ""
         now = self.job.usage()
         self._rows = worker_table.rows(now, self._last)
         self._last = now
@@ -59,6 +71,8 @@ class View:
         head, *table = worker_table.lines(self._ordered(), width)
         first, last = self._window(room)
         title = worker_table.title(self._status, width)
+        if self._problem:
+            title = f"{self._status['id']}: {self._problem}"[:width]
         return [title, head, *table[first:last], *self._rest(first, last, width)]
 
     def marks(self, room: int | None = None) -> tuple[set[int], int | None]:

@@ -138,11 +138,21 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
         step=progress.get("step"),
         steps=progress.get("rate"),
         late=progress["seconds_ago"] if progress.get("late") else None,
-        behind=0 if now["collectives"] is None else most - now["collectives"],
+        behind=_behind(now, before, most),
         waits=100 * slowness["waits"] if slowness else None,
         slow=100 * slowness["late"] if slowness.get("slow") else None,
         state=str(now["state"]),
     )
+
+
+def _behind(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) -> int:
+    """How many collectives a rank has begun less than the one with the most.
+
+    That says something of one that stands still. Ranks are in different groups, and nodes are asked at different times.
+    """
+    count = now["collectives"]
+    stands = before is not None and count == before["collectives"]
+    return most - count if count is not None and stands else 0
 
 
 def _marked(
