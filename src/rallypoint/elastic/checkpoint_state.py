@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.errors import ElasticError
 
 from . import optimizer_state, torch_private
-from .plain_data import plain
+from .plain_data import of_kind, plain
 from .shards import Shard
 
 
@@ -165,7 +165,12 @@ class State:
             {**group, "params": [names[each] for each in group["params"]]}
             for group in state["param_groups"]
         ]
-        by_name = {names[number]: value for number, value in state["state"].items()}
+        # What an optimizer of the script's own keeps under a key of its own stays there.
+        count = len(names)
+        by_name = {
+            names[key] if type(key) is int and key < count else key: value
+            for key, value in state["state"].items()
+        }
         return {**state, "state": by_name, "param_groups": groups}
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
@@ -177,7 +182,7 @@ class State:
             {**group, "params": [number_of[each] for each in group["params"]]}
             for group in state["param_groups"]
         ]
-        by_number = {number_of[name]: value for name, value in state["state"].items()}
+        by_number = {number_of.get(name, name): value for name, value in state["state"].items()}
         return {**state, "state": by_number, "param_groups": groups}
 
 
@@ -247,7 +252,7 @@ class HostCopy:
             for key, value in state.items():
                 key = plain(key)
                 nested[str(key)], exact[key] = self._copied(value, f"{path}.{key}", before, devices)
-            return nested, exact
+            return nested, of_kind(state, exact)
         # Not of their subclasses: a named tuple is made in another way, and is a class of the user's, which is told when it is written.
         if type(state) in (list, tuple) and _has_parts(state):
             pairs = [

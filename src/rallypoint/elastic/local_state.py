@@ -16,7 +16,7 @@ from rallypoint.errors import ElasticError
 
 from . import optimizer_state, torch_private
 from .objects import Objects
-from .plain_data import plain
+from .plain_data import of_kind, plain
 from .slots import ALIGNED
 
 
@@ -46,10 +46,10 @@ class LocalState:
         rest = []
         for each in self._objects.others:
             parameters = _parameters_of(each)
-            state = _state_of(each)
+            state = optimizer_state.part_of(each)
             if parameters:
                 held = {
-                    key: _emptied(value, tensors, parameters[key])
+                    key: _emptied(value, tensors, _owner(key, parameters))
                     for key, value in state["optimizer"]["state"].items()
                 }
                 state = {**state, "optimizer": {**state["optimizer"], "state": held}}
@@ -87,7 +87,7 @@ class LocalState:
         options = [_filled_value(each, tensors, None) for each in options]
         self._objects.add_missing_groups(groups, options)
         for each, state in zip(others, structure["rest"], strict=True):
-            _load(each, _filled(state, tensors, _parameters_of(each)))
+            optimizer_state.load_part(each, _filled(state, tensors, _parameters_of(each)))
         self._objects.set_gradients(structure["gradients"])
         self._objects.modes.take(structure["modes"])
 
@@ -160,23 +160,9 @@ def _parameters_of(given: Any) -> list[torch.Tensor]:
     return [each for group in local.param_groups for each in group["params"]]
 
 
-def _state_of(given: Any) -> dict[str, Any]:
-    if not isinstance(given, torch.optim.Optimizer):
-        return {"other": given.state_dict()}
-    local = torch_private.local_optimizer(given)
-    # ZeRO's own groups are handed to the optimizer of its part in each step.
-    groups = [] if local is given else given.param_groups
-    values = [{key: each for key, each in group.items() if key != "params"} for group in groups]
-    return {"optimizer": local.state_dict(), "groups": values}
-
-
-def _load(given: Any, state: dict[str, Any]) -> None:
-    if "other" in state:
-        given.load_state_dict(state["other"])
-        return
-    optimizer_state.load(torch_private.local_optimizer(given), state["optimizer"])
-    for group, values in zip(given.param_groups, state["groups"], strict=False):
-        group.update(values)
+def _owner(key: Any, parameters: list[torch.Tensor]) -> torch.Tensor | None:
+    """Whose state stands under a key; None: it is of no parameter."""
+    return parameters[key] if type(key) is int and key < len(parameters) else None
 
 
 def _emptied(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor | None) -> Any:
@@ -195,7 +181,8 @@ def _emptied(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor | None
         dtype = str(local.dtype).removeprefix("torch.")
         return [kind, len(tensors) - 1, dtype, list(local.shape)]
     if isinstance(state, dict):
-        return {plain(key): _emptied(value, tensors, owner) for key, value in state.items()}
+        items = {plain(key): _emptied(value, tensors, owner) for key, value in state.items()}
+        return of_kind(state, items)
     if type(state) in (list, tuple):
         return type(state)(_emptied(each, tensors, owner) for each in state)
     return plain(state)
@@ -205,7 +192,7 @@ def _filled(state: Any, tensors: list[torch.Tensor], parameters: list[torch.Tens
     if parameters and "optimizer" in state:
         optimizer = state["optimizer"]
         held = {
-            key: _filled_value(value, tensors, parameters[key])
+            key: _filled_value(value, tensors, _owner(key, parameters))
             for key, value in optimizer["state"].items()
         }
         state = {**state, "optimizer": {**optimizer, "state": held}}
@@ -225,7 +212,8 @@ def _filled_value(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor |
         _fill(own, tensors[number])
         return own
     if isinstance(state, dict):
-        return {key: _filled_value(value, tensors, owner) for key, value in state.items()}
+        items = {key: _filled_value(value, tensors, owner) for key, value in state.items()}
+        return of_kind(state, items)
     if type(state) in (list, tuple):
         return type(state)(_filled_value(each, tensors, owner) for each in state)
     return state

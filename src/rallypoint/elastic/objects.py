@@ -25,7 +25,7 @@ from .buffers import Buffers
 from .groups import KeptGroup
 from .modes import Flags, Modes
 from .param_groups import Members, add_missing, members
-from .plain_data import plain, unreadable
+from .plain_data import of_kind, plain, unreadable
 from .settings import Settings
 from .setup_record import Scripted, Unchanged, bytes_of
 
@@ -172,7 +172,7 @@ class Objects:
     def save(self) -> tuple[list[torch.Tensor], list[Any], list[Any], Flags]:
         """Copies of everything, gradients apart."""
         tensors = [each.detach().clone() for each in self._parameters]
-        rest = [copy.deepcopy(each.state_dict()) for each in self.others]
+        rest = [copy.deepcopy(optimizer_state.part_of(each)) for each in self.others]
         return tensors, self.buffers.copied(), rest, self.modes.now()
 
     def put_back(self, saved: tuple[list[torch.Tensor], list[Any], list[Any], Flags]) -> None:
@@ -183,7 +183,7 @@ class Objects:
                 each.copy_(held)
         self.buffers.restore(buffers)
         for each, state in zip(self.others, rest, strict=True):
-            optimizer_state.load(each, state)
+            optimizer_state.load_part(each, state)
         self.modes.restore(modes)
 
     # -- DDP ------------------------------------------------------------------------------------------
@@ -251,7 +251,9 @@ class Objects:
 
     def unreadable(self) -> str:
         """What another process could not read of the present state: of which object, and its keys. Empty if there is nothing."""
-        return self._unreadable([_emptied(each.state_dict(), []) for each in self.others])
+        return self._unreadable(
+            [_emptied(optimizer_state.part_of(each), []) for each in self.others]
+        )
 
     def _unreadable(self, rest: Sequence[Any]) -> str:
         for each, state in zip(self.others, rest, strict=True):
@@ -453,7 +455,8 @@ def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(state)
         return [_TENSOR, len(tensors) - 1]
     if isinstance(state, dict):
-        return {plain(key): _emptied(value, tensors) for key, value in state.items()}
+        items = {plain(key): _emptied(value, tensors) for key, value in state.items()}
+        return of_kind(state, items)
     if type(state) in (list, tuple):
         return type(state)(_emptied(each, tensors) for each in state)
     return plain(state)
@@ -463,7 +466,7 @@ def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(state, list) and len(state) == 2 and state[0] == _TENSOR:
         return tensors[state[1]]
     if isinstance(state, dict):
-        return {key: _filled(value, tensors) for key, value in state.items()}
+        return of_kind(state, {key: _filled(value, tensors) for key, value in state.items()})
     if type(state) in (list, tuple):
         return type(state)(_filled(each, tensors) for each in state)
     return state

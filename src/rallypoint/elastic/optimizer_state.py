@@ -11,6 +11,29 @@ from typing import Any
 
 import torch
 
+from . import torch_private
+
+
+def part_of(given: Any) -> dict[str, Any]:
+    """An object's state as it lies on this rank. That of ZeRO is its part: the whole has to be gathered from all ranks."""
+    if not isinstance(given, torch.optim.Optimizer):
+        return {"other": given.state_dict()}
+    local = torch_private.local_optimizer(given)
+    # ZeRO's own groups are handed to the optimizer of its part in each step.
+    groups = [] if local is given else given.param_groups
+    values = [{key: each for key, each in group.items() if key != "params"} for group in groups]
+    return {"optimizer": local.state_dict(), "groups": values}
+
+
+def load_part(given: Any, state: dict[str, Any]) -> None:
+    """Make a state from :func:`part_of` the present one."""
+    if "other" in state:
+        given.load_state_dict(state["other"])
+        return
+    load(torch_private.local_optimizer(given), state["optimizer"])
+    for group, values in zip(given.param_groups, state["groups"], strict=False):
+        group.update(values)
+
 
 def load(given: Any, state: dict[str, Any], *, keeps_types: bool = True) -> None:
     """Make a state the present one.
@@ -28,10 +51,40 @@ def load(given: Any, state: dict[str, Any], *, keeps_types: bool = True) -> None
     given.load_state_dict(state)
     if keeps_types:
         _retype(given, state)
+    _lay_out(given)
     for group, loaded in zip(groups, given.param_groups, strict=True):
+        kept = {key: _kept(group.get(key), value) for key, value in loaded.items()}
         group.clear()
-        group.update(loaded)
+        group.update(kept)
     given.param_groups = groups
+
+
+def _kept(held: Any, loaded: Any) -> Any:
+    """A group's value. A tensor of it (a learning rate) stays the one that the script may hold."""
+    both = isinstance(held, torch.Tensor) and isinstance(loaded, torch.Tensor)
+    if not both or held is loaded or (held.shape, held.dtype) != (loaded.shape, loaded.dtype):
+        return loaded
+    with torch.no_grad():
+        return held.copy_(loaded)
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give what belongs to a parameter the parameter's layout in memory, which fused kernels take for granted.
+
+    On its way from another rank or a disk it lies as plain tensors do.
+    """
+    for parameter, held in optimizer.state.items():
+        if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(held, dict):
+            continue
+        for key, value in held.items():
+            if (
+                type(value) is torch.Tensor
+                and value.layout is parameter.layout is torch.strided
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                own = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+                held[key] = own.detach().copy_(value)
 
 
 def _retype(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def of_kind(given: Any, items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of the kind of another one, where torch's restricted unpickler knows it; else a plain one."""
+    return type(given)(items) if type(given) in (Counter, OrderedDict) else items
 
 
 def plain(value: Any) -> Any:

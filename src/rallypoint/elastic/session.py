@@ -588,7 +588,9 @@ class Session:
             self._objects.buffers.fill(own.buffers)
         else:
             now = RandomState.now()
-            own = replace(own, random=now, place=own.place.with_other_generators(now))
+            # Nor does a loader's own place hold, which counts the batches of as many ranks as there were.
+            place = own.place.with_other_generators(now)
+            own = replace(own, random=now, place=place, loader=b"")
             self._ranks_before = loaded.record.ranks
         self._course.continue_at(own)
         if not loaded.is_own:
@@ -619,7 +621,9 @@ class Session:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _own_now(self) -> OwnState:
-        random = self._keeping.random or self._random_behind or RandomState.now()
+        # With a batch in hand, a loader has drawn since the last function.
+        behind = None if self._course.place.in_body else self._random_behind
+        random = self._keeping.random or behind or RandomState.now()
         buffers = self._objects.buffers.as_bytes()
         loader = loader_state.packed(self._loader)
         course = self._course

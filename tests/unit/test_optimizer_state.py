@@ -1,0 +1,157 @@
+"""An optimizer's state on its way from another rank, a snapshot or a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rallypoint.elastic import checkpoint_state, local_state, objects, optimizer_state
+from rallypoint.elastic.objects import Objects
+
+
+def contiguous(state: Any) -> Any:
+    """As it comes from another rank: tensors by their values alone."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(state, dict):
+        return {key: contiguous(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [contiguous(each) for each in state]
+    return state
+
+
+MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_state_lies_in_memory_as_its_parameter_does(name: str) -> None:
+    """A fused kernel pairs elements by their places."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    inputs = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(inputs).square().sum().backward()
+            optimizer.step()
+
+    optimizer = MAKES[name](net.parameters())
+    train(net, optimizer)
+    other = copy.deepcopy(net)
+    received = MAKES[name](other.parameters())
+    optimizer_state.load(received, contiguous(optimizer.state_dict()))
+    train(net, optimizer)
+    train(other, received)
+    for one, same in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, same, rtol=0, atol=0)
+
+
+def test_a_learning_rate_that_the_script_holds_stays_the_optimizers() -> None:
+    rate = torch.tensor(0.1)
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=rate)
+    state = contiguous(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = torch.tensor(0.05)
+    optimizer_state.load(optimizer, state)
+    assert rate.item() == pytest.approx(0.05)
+    rate.mul_(2)
+    assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("way", ["another rank", "a snapshot", "a checkpoint"])
+def test_a_counter_stays_one(way: str) -> None:
+    """As of MultiStepLR, whose milestones torch asks for their elements."""
+    state = {"milestones": Counter([3, 5]), "names": OrderedDict(a=1), "t": torch.ones(2)}
+    tensors: list[torch.Tensor] = []
+    if way == "another rank":
+        told: Any = objects._emptied(state, tensors)
+    elif way == "a snapshot":
+        told = local_state._emptied(state, tensors, None)
+    else:
+        copied = checkpoint_state.HostCopy.__new__(checkpoint_state.HostCopy)
+        copied._tensors, copied.shards = {}, {}
+        _, told = copied._copied(state, "x", {}, set())
+    data = io.BytesIO()
+    torch.save(told, data)
+    data.seek(0)
+    read = torch.load(data, weights_only=True)
+    assert type(read["milestones"]) is Counter
+    assert sorted(read["milestones"].elements()) == [3, 5]
+    assert type(read["names"]) is OrderedDict
+    if way == "another rank":
+        assert type(objects._filled(read, tensors)["milestones"]) is Counter
+    if way == "a snapshot":
+        raw = [each.contiguous().view(torch.uint8) for each in tensors]
+        assert type(local_state._filled_value(read, raw, None)["milestones"]) is Counter
+
+
+class Counting(torch.optim.SGD):
+    """With state of its own, beside that of parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = {"steps": self.state.get("count", {"steps": 0})["steps"] + 1}
+        return super().step(closure)
+
+
+def test_state_that_is_of_no_parameter_goes_into_a_checkpoint_and_back() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = Counting(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    state = checkpoint_state.State([net, optimizer])
+    told = state._named(optimizer)
+    assert told["state"]["count"] == {"steps": 1}
+    assert state._numbered(optimizer, told)["state"].keys() == {0, 1, "count"}
+    LocalState = local_state.LocalState
+    structure, tensors = LocalState(Objects([net, optimizer])).pack()
+    optimizer.step()
+    raw = [each.detach().clone().contiguous().view(torch.uint8).flatten() for each in tensors]
+    LocalState(Objects([net, optimizer])).restore(structure, raw)
+    assert optimizer.state["count"] == {"steps": 1}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_state_of_zero_is_asked_for_its_part_alone() -> None:
+    """Its own ``state_dict`` raises unless all ranks have gathered theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)
+    given = Objects([net, zero])
+    assert given.unreadable() == ""
+    given.check_state()
+    net(torch.ones(1, 2)).sum().backward()
+    zero.step()
+    saved = given.save()
+    before = net.weight.detach().clone()
+    zero.param_groups[0]["lr"] = 0.5
+    zero.step()
+    after = net.weight.detach().clone()
+    given.put_back(saved)
+    torch.testing.assert_close(net.weight.detach(), before, rtol=0, atol=0)
+    assert zero.param_groups[0]["lr"] == 0.1
+    zero.param_groups[0]["lr"] = 0.5
+    zero.step()
+    torch.testing.assert_close(net.weight.detach(), after, rtol=0, atol=0)
