@@ -1,16 +1,21 @@
 """Handlers by the name of their backend: which options there are, and what wrong ones are told."""
 
 import gc
+import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousTimeout
 from rallypoint.rendezvous import (
     Meeting,
@@ -20,7 +25,7 @@ from rallypoint.rendezvous import (
     create,
     rendezvous_handler_registry,
 )
-from rallypoint.rendezvous.backends import etcd_store as etcd
+from rallypoint.rendezvous.backends import etcd_store as etcd, tcpstore
 from rallypoint.rendezvous.catalogue import parse_endpoint
 from rallypoint.rendezvous.quorum import Settings
 
@@ -288,3 +293,25 @@ def test_making_handlers_and_listing_backends_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
+
+
+def test_names_of_jobs_in_a_folder_may_be_long(tmp_path: Path) -> None:
+    for run_id in ("x" * 249, "x" * 300, "x" * 299 + "y", "ü" * 200):
+        meeting = replace(job(f"file://{tmp_path}", run_id), mark_end=True)
+        home = create.home_for(meeting)
+        home.connect(Deadline(60.0), threading.Event()).close()
+        home.close()
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://localhost:29400", "file:///shared", "etcd://a:2379"])
+def test_a_name_that_is_no_text_is_told(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="--rdzv-id '.*udcff': the job's name is not UTF-8"):
+        job(endpoint, os.fsdecode(b"job-\xff"))
+
+
+@pytest.mark.parametrize("lease", [200_000.0, 1e12])
+def test_a_lease_may_be_longer_than_the_kernel_waits(lease: float) -> None:
+    with socket.socket() as sock:
+        tcpstore.break_on_silence(sock, lease)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == tcpstore.MAX_KEEPALIVE

@@ -123,6 +123,9 @@ class Meeting:
         prepare: makes the server of a store served here; None: this process serves it.
         say: prints a line to the user; None: it is logged.
         flag: what the endpoint was given with, for errors.
+
+    Raises:
+        ConfigError: the job's name cannot be part of a key.
     """
 
     endpoint: Endpoint
@@ -136,6 +139,13 @@ class Meeting:
     prepare: Prepare | None = None
     say: Callable[[str], None] | None = None
     flag: str = "--rdzv-endpoint"
+
+    def __post_init__(self) -> None:
+        try:
+            self.run_id.encode()
+        except UnicodeEncodeError:
+            problem = "the job's name is not UTF-8"
+            raise ConfigError("--rdzv-id", self.run_id, problem, "give another one") from None
 
     @property
     def name(self) -> str:

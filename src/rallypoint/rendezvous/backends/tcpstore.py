@@ -328,15 +328,21 @@ class _Turns:
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {self._patience:.1f} s")
 
 
+# The most that Linux takes: seconds between keep-alives, milliseconds without an acknowledgement.
+MAX_KEEPALIVE, MAX_TIMEOUT = 32_767, 2**31 - 1
+
+
 def break_on_silence(sock: socket.socket, seconds: float) -> None:
     """Have the kernel break the connection when the other host falls silent (a cut cable, a lost host).
 
     With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails when its request stays unacknowledged, with
     keep-alives also one that only waits.
     """
-    interval = max(1, int(seconds / 4))
+    interval = min(max(1, int(seconds / 4)), MAX_KEEPALIVE)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 900))
+    sock.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 900), MAX_TIMEOUT)
+    )
