@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.launch.coordination import node_questions, place_ranges
 from rallypoint.launch.coordination.journal import Journal
-from rallypoint.launch.coordination.journal_reader import Round
+from rallypoint.launch.coordination.journal_reader import JournalReader, Round
 from rallypoint.launch.coordination.node_questions import NodeQuestions
 from rallypoint.launch.coordination.place_ranges import PlaceRanges
 from rallypoint.rendezvous.backends.memory import MemoryStore
@@ -83,6 +84,77 @@ def test_all_read_the_same_in_the_same_order_whatever_is_withdrawn(
         assert [each for each in heard[reader] if each in kept] == kept
         assert heard[reader] == sorted(heard[reader], key=int)
     assert _read(Journal(records, 0, NODES)) == kept
+
+
+def _read_on(journal: Journal) -> list[str]:
+    """As :func:`_read`; a reader that begins again has nothing at first."""
+    return _read(journal) + _read(journal)
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+def test_what_is_written_after_all_keys_were_lost_is_read(before: int, after: int) -> None:
+    store = MemoryStore()
+    records = _records(store)
+    reader = Journal(records, 0, NODES)
+    for index in range(before):
+        Journal(records, 0).append({"what": f"old {index}"})
+    assert len(_read(reader)) == before and not reader.was_lost
+    store._values.clear()
+    new = [f"new {index}" for index in range(after)]
+    for what in new[:2]:
+        Journal(records, 0).append({"what": what})
+    found = [] if after == 5 else _read_on(reader)
+    for what in new[2:]:
+        Journal(records, 0).append({"what": what})
+    found += _read_on(reader)
+    # A reader that finds an entry at its old place reads that first.
+    assert (sorted(found) if after > before else found) == new
+    assert reader.was_lost
+
+
+def test_a_counter_that_was_set_back_lets_nothing_be_read_twice() -> None:
+    store = MemoryStore()
+    records = _records(store)
+    reader = Journal(records, 0, NODES)
+    for index in range(3):
+        Journal(records, 0).append({"what": f"old {index}"})
+    assert len(_read(reader)) == 3
+    store.set(records.full("0/journal/places"), b"1")
+    assert _read_on(reader) == []
+    Journal(records, 0).append({"what": "new"})
+    assert _read_on(reader) == ["new"]
+
+
+class _Heard:
+    plan: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.entries: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def heed(self, current: Round, entry: Mapping[str, Any]) -> None:
+        self.entries.put(str(entry["what"]))
+
+    def heed_closed(self, current: Round, reason: str) -> None:
+        self.closed.put(reason)
+
+
+def test_that_the_job_was_closed_is_told_if_the_entry_that_says_why_may_be_lost() -> None:
+    store = MemoryStore()
+    records = _records(store)
+    heard = _Heard()
+    reader = JournalReader(heard, Round(0, 0, 2), _records(store), 0.01)  # type: ignore[arg-type]
+    Journal(records, 0).append({"what": "waiting"})
+    reader.start()
+    assert heard.entries.get(timeout=60) == "waiting"
+    records.claim("1/call", {"closed": "why"})
+    with pytest.raises(queue.Empty):
+        heard.closed.get(timeout=0.1)
+    store.delete(records.full("0/journal/0"))
+    store.delete(records.full("0/journal/places"))
+    assert heard.closed.get(timeout=60) == "why"
+    reader.end()
 
 
 @given(st.lists(st.integers(0, 60)), st.integers(0, 62))

@@ -6,6 +6,10 @@ the two leaves a hole. The next reader that has waited for it long enough fills 
 
 An entry that matters for a moment only, a question, is withdrawn by its writer: somebody may ask every two seconds for
 weeks. Its place becomes a hole, which the writer's list of withdrawn places tells from one that is still to be filled.
+
+A store may lose all keys (etcd's lease ran out in an outage, somebody deleted the prefix). Then writers begin again at place
+0, and so do readers, once nothing comes and they see that the first entry that they have read is no longer there.
+What they have read before they leave out.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from .place_ranges import PlaceRanges
 
 # Places in a journal; a counter beyond this was not counted by nodes.
 MAX_PLACES: Final = 1 << 48
+# What fills a hole.
+_NOTHING: Final = {"what": "nothing"}
 
 
 class Journal:
@@ -37,6 +43,9 @@ class Journal:
         self._generation = generation
         self._num_nodes = num_nodes
         self._next = 0
+        self._read: set[str] = set()  # ids of entries, but for those that matter for a moment only
+        self._mark: tuple[int, str] | None = None  # place and id of the first of them
+        self.was_lost = False  # entries that nobody here has read may be gone
 
     def append(self, entry: Mapping[str, Any]) -> int:
         """Write an entry at the end. Returns its place."""
@@ -65,20 +74,46 @@ class Journal:
         key = self._key(str(self._next))
         entry = self._records.wait(key, timeout)
         if entry is None:
-            if self._records.count(self._key("places"), MAX_PLACES) <= self._next:
+            places = self._records.count(self._key("places"), MAX_PLACES)
+            if self._is_lost(places):
+                self._next, self._mark, self.was_lost = 0, None, True
                 return None
-            if (end := self._end_of_withdrawn()) is not None:
+            if places <= self._next:
+                return None
+            if (end := self._end_of_withdrawn(self._next)) is not None:
                 self._next = end
-                return {"what": "nothing"}
-            entry = self._records.claim(key, {"what": "nothing"})
-        self._next += 1
-        return entry
+                return _NOTHING
+            entry = self._records.claim(key, _NOTHING)
+        place, self._next = self._next, self._next + 1
+        return entry if self._is_new(place, entry) else _NOTHING
 
-    def _end_of_withdrawn(self) -> int | None:
-        """The place after the withdrawn ones of which the next is the first; None: it is none of them."""
+    def _is_lost(self, places: int) -> bool:
+        """Whether what this reader has read is no longer in the store, given the counter."""
+        if self._mark is None:
+            return places < self._next
+        # The counter does not tell: somebody may have set it back, and the entries may have become as many again.
+        place, read = self._mark
+        (held,) = self._records.look([self._key(str(place))])
+        if held is None and self._end_of_withdrawn(place) is not None:
+            self._mark = None  # another one will do
+            return False
+        return held is None or held.get("id") != read
+
+    def _is_new(self, place: int, entry: Mapping[str, Any]) -> bool:
+        """Whether this reader has not read an entry before. From now on it has."""
+        name = entry.get("id")
+        if not isinstance(name, str) or entry.get("what") == "asked":
+            return True
+        self._mark = self._mark or (place, name)
+        known = name in self._read
+        self._read.add(name)
+        return not known
+
+    def _end_of_withdrawn(self, place: int) -> int | None:
+        """The place after the withdrawn ones of which this is the first; None: it is none of them."""
         keys = [self._withdrawn_by(rank) for rank in range(self._num_nodes)]
         for body in self._records.look(keys) if keys else ():
-            end = PlaceRanges.from_json(body).end_of(self._next)
+            end = PlaceRanges.from_json(body).end_of(place)
             if end is not None:
                 return end
         return None

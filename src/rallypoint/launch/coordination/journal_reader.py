@@ -57,6 +57,9 @@ class Follower(Protocol):
     def heed_next_round(self, current: Round) -> None:
         """The next round has been called. Repeated until this node joins it."""
 
+    def heed_closed(self, current: Round, reason: str) -> None:
+        """There will be no next round, and what the journal said of it may be lost. Repeated until this node ends."""
+
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of a later round that this node is not part of."""
 
@@ -111,7 +114,7 @@ class JournalReader:
             while not self._ended.is_set() and not self._round.keeps:
                 entry = journal.next(self._lease)
                 if entry is None:
-                    self._look_ahead()
+                    self._look_ahead(journal)
                 self._heed(entry)
             self._keep(journal)
         except RendezvousConnectionError as error:
@@ -128,11 +131,16 @@ class JournalReader:
             self.first_failure = node if isinstance(node, int) else None
         self._follower.heed(self._round, entry)
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, journal: Journal) -> None:
         """Check for the next round: nodes that had lost the store may have called it without an entry here."""
         call = self.look(f"{self._round.generation + 1}/call")
-        if call is not None and "closed" not in call and not self._ended.is_set():
+        if call is None or self._ended.is_set():
+            return
+        if "closed" not in call:
             self._follower.heed_next_round(self._round)
+        elif journal.was_lost:
+            # Else an entry says why, and the members may still be busy with their ends.
+            self._follower.heed_closed(self._round, str(call["closed"]))
 
     def _keep(self, journal: Journal) -> None:
         """Follow the later rounds of the nodes that still need this node's store."""

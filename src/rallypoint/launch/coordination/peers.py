@@ -639,6 +639,14 @@ class PeerNodes:
             reason = "the others have begun the next round"
             self._post(PeerEvent("lost", -1, current.generation, reason=reason))
 
+    def heed_closed(self, current: Round, reason: str) -> None:
+        """No entry said why the job was closed. Called in the reader's thread."""
+        if reason == ENDED_WELL:
+            self._post(PeerEvent("all_done", -1, current.generation))
+        elif not self._joining:
+            told = f"the job was closed: {reason[:MAX_REASON]}"
+            self._post(PeerEvent("lost", -1, current.generation, reason=told))
+
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """Handle an entry of a later round that this node is not part of. Called in the reader's thread."""
         what, node = str(entry.get("what")), entry.get("node")
