@@ -17,7 +17,7 @@ import pytest
 from elastic import wait_until
 from pace import pace
 from rallypoint._core import process
-from supervisors import Popen, run
+from supervisors import RALLY, Popen, run
 
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
@@ -435,7 +435,7 @@ time.sleep(600)
 def test_what_workers_shared_is_removed_when_they_are_killed(tmp_path: Path, who: str) -> None:
     """By multiprocessing's own process for that, which has to outlive them for a moment."""
     (tmp_path / "shares.py").write_text(SHARES)
-    words = ["rally", "run", "--nproc-per-node", "2", "--shutdown-timeout", "0.2", "shares.py", who]
+    words = [RALLY, "run", "--nproc-per-node", "2", "--shutdown-timeout", "0.2", "shares.py", who]
     job = Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         notes = [tmp_path / f"block-{rank}" for rank in range(2)]
@@ -468,5 +468,5 @@ time.sleep(3)
 def test_a_death_that_was_held_back_is_not_one_of_the_next_generation(tmp_path: Path) -> None:
     (tmp_path / "ahead.py").write_text(AHEAD)
     flags = ("--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "0.3")
-    done = run(["rally", "run", *flags, "ahead.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = run([RALLY, "run", *flags, "ahead.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from elastic import wait_until
 from ports import free_port
-from supervisors import Popen, run
+from supervisors import RALLY, Popen, run
 
 
 pytestmark = pytest.mark.integration
@@ -50,7 +50,7 @@ class Job:
             words = ("--avoid-hosts", "bad.txt", "--insecure", *meeting, *flags, script)
             with (self.folder / f"{host}.out").open("wb") as out:
                 self.nodes[host] = Popen(
-                    ["rally", "run", *words],
+                    [RALLY, "run", *words],
                     cwd=self.folder,
                     env=os.environ | {"RALLY_HOST_NAME": host, "TMPDIR": str(self.folder)},
                     stdout=out,
@@ -117,7 +117,7 @@ def test_a_job_of_fixed_size_reports_the_lost_host(job: Job) -> None:
 
 def test_a_host_on_which_a_worker_is_killed_is_noted_and_the_job_says_so(job: Job) -> None:
     env = os.environ | {"RALLY_HOST_NAME": "h1", "RALLY_EVENTS": ""}
-    words = ("rally", "run", "--nproc-per-node", "2", "--avoid-hosts", "bad.txt")
+    words = (RALLY, "run", "--nproc-per-node", "2", "--avoid-hosts", "bad.txt")
     for done in (1, 2):
         ended = run([*words, "fail.py"], cwd=job.folder, env=env, capture_output=True, text=True)
         assert ended.returncode == 128 + signal.SIGBUS, ended.stderr

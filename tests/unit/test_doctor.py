@@ -242,7 +242,7 @@ def test_a_closed_and_a_silent_port(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_only_caches_files_is_available(
     monkeypatch: pytest.MonkeyPatch, files: dict[str, str], available: int
 ) -> None:
-    def read(path: Path) -> str:
+    def read(path: Path, **_: str) -> str:
         if path == Path("/proc/meminfo"):
             return f"MemTotal: 1 kB\nMemAvailable: {64 << 20} kB\n"
         if path == Path("/proc/self/cgroup"):

@@ -23,7 +23,7 @@ def test_the_time_of_children_that_have_ended_stays() -> None:
 def test_a_kernel_that_does_not_count_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.read_text
 
-    def read(path: Path) -> str:
+    def read(path: Path, **_: str) -> str:
         if path.name == "io":
             raise FileNotFoundError(path)
         return real(path)
