@@ -13,6 +13,7 @@ from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
 from . import constants
 from .calling import rpc_async, rpc_sync
 from .current_agent import required_agent
+from .current_call import current_call
 from .time_limits import limit_of
 
 
@@ -218,14 +219,49 @@ def _gather_to_leader(
     obj: Any,
     worker_names: Collection[str] | None = None,
 ) -> None:
-    """Runs on the leader."""
-    names = worker_names or [each.name for each in required_agent().infos()]
+    """Runs on the leader, for the worker that calls it.
+
+    Raises:
+        RpcError: another one speaks for it, or this worker does not lead such an all-gather.
+    """
+    agent = required_agent()
+    names = worker_names or [each.name for each in agent.infos()]
+    leader = _leader_of(sequence_id)
+    caller = _caller(agent)
+    if leader != agent.me.name or worker_name != caller or sorted(names) != [*sequence_id[1:]]:
+        raise RpcError(f"{caller} calls for no all_gather of its own that {agent.me.name} leads")
     _gatherings.add(tuple(sequence_id), names, worker_name, obj)
 
 
 def _broadcast_to_followers(sequence_id: tuple[str, ...], objects_map: dict[str, Any]) -> None:
-    """Runs on each of the others."""
+    """Runs on each of the others, for the leader.
+
+    Raises:
+        RpcError: it does not lead such an all-gather, or this worker does not take part.
+    """
+    agent = required_agent()
+    me, caller = agent.me.name, _caller(agent)
+    if _leader_of(sequence_id) != caller or me not in sequence_id[2:]:
+        raise RpcError(f"{caller} leads no all_gather of {me}")
     _gatherings.put(tuple(sequence_id), objects_map)
+
+
+def _caller(agent: Any) -> str:
+    """Who calls: this worker itself, if no other one does."""
+    serving = current_call()
+    return str(agent.me.name if serving is None else serving.caller.name)
+
+
+def _leader_of(sequence_id: object) -> str:
+    """The first of the names in an all-gather's id, which follow its number.
+
+    Raises:
+        RpcError: it is none.
+    """
+    parts = sequence_id if isinstance(sequence_id, tuple | list) else ()
+    if len(parts) < 2 or not all(type(each) is str for each in parts):
+        raise RpcError("this is no id of an all_gather: expected a number and the names of workers")
+    return str(parts[1])
 
 
 def _broadcast(

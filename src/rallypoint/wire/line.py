@@ -116,8 +116,11 @@ class Line:
         self._outbox: deque[memoryview] = deque()
         # Bytes in the outbox.
         self._left = 0
-        # Owners of the memory in the outbox: a tensor must not be freed before it is sent.
-        self._held: list[object] = []
+        # Bytes that were ever put there.
+        self._queued = 0
+        # Owners of the memory in the outbox, with the place of their last byte among these: a tensor must not be freed before it is
+        # sent, nor kept until all that follows it is.
+        self._held: deque[tuple[int, object]] = deque()
         self._closed = False
         self._busy_wait = BusyWait()
         # Small frames that go out together.
@@ -155,7 +158,7 @@ class Line:
                 # No empty pieces: the kernel takes no bytes of them, so they would be retried forever.
                 for each in pieces:
                     self._put(memoryview(each).cast("B"))
-                self._held.append(held)
+                self._hold(held)
                 return False
             try:
                 if len(pieces) == 1:
@@ -180,7 +183,7 @@ class Line:
                     sent = 0
             if not self._outbox:
                 return True
-            self._held.append(held)
+            self._hold(held)
         on_full = self.on_full
         if on_full is not None:
             on_full()
@@ -193,6 +196,17 @@ class Line:
                 view = memoryview(bytes(view))
             self._outbox.append(view)
             self._left += len(view)
+            self._queued += len(view)
+
+    def _hold(self, held: object) -> None:
+        if held is not None:
+            self._held.append((self._queued, held))
+
+    def _let_go(self) -> None:
+        """Of those whose last byte the kernel has."""
+        taken = self._queued - self._left
+        while self._held and self._held[0][0] <= taken:
+            self._held.popleft()
 
     def send_later(self, piece: bytes) -> int:
         """Keep a whole frame until the next :meth:`send` or :meth:`flush`: one write for many frames.
@@ -243,7 +257,7 @@ class Line:
                         self._outbox.appendleft(first[sent:])
                         break
                     sent -= len(first)
-            self._held.clear()
+                self._let_go()
         return True
 
     def push(self, deadline: Deadline) -> None:

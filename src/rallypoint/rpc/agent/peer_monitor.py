@@ -124,8 +124,8 @@ class PeerMonitor:
         events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)
         self.contexts.peer_lost(info.id)
-        self.on_lost(info.name, reason)
         group = self._roster.group
         if member is not None and isinstance(group, DynamicGroup):
             with contextlib.suppress(RpcError, OSError):
                 group.report_lost(member, reason)
+        self.on_lost(info.name, reason)

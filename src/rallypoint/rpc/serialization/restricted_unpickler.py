@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rallypoint.errors import NotAllowed
 from rallypoint.rpc.torch_private import PythonUnpickler
 
+from . import numpy_dtypes
+
 
 if TYPE_CHECKING:
     from .allowlist import AllowList
@@ -71,6 +73,9 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
         state = self.stack.pop()
         made = self.stack[-1]
         kind = self._allowed.class_to_fill(made)
+        if numpy_dtypes.is_dtype(made):
+            self._replace(made, state)
+            return
         setstate = getattr(kind, "__setstate__", None)
         if setstate is not None:
             if isinstance(made, BaseException):
@@ -88,6 +93,16 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
             _check_attributes(slots)
             for name, value in slots.items():
                 setattr(made, name, value)
+
+    def _replace(self, made: Any, state: Any) -> None:
+        """A dtype is not filled: another one takes its place, also for later references."""
+        try:
+            found = numpy_dtypes.rebuilt(made, state)
+        except numpy_dtypes.BadDtype as error:
+            raise NotAllowed(f"a message has a dtype that NumPy would not make: {error}") from None
+        self.stack[-1] = found
+        for key in [key for key, value in self.memo.items() if value is made]:
+            self.memo[key] = found
 
     def check_container(self, container: Any) -> None:
         if type(container) not in _CONTAINERS:
