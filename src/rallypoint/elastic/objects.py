@@ -251,9 +251,9 @@ class Objects:
 
     def unreadable(self) -> str:
         """What another process could not read of the present state: of which object, and its keys. Empty if there is nothing."""
-        return self._unreadable(
-            [_emptied(optimizer_state.part_of(each), []) for each in self.others]
-        )
+        parts = [optimizer_state.part_of(each) for each in self.others]
+        states = [each["other"] if "other" in each else each["optimizer"] for each in parts]
+        return self._unreadable([_emptied(each, []) for each in states])
 
     def _unreadable(self, rest: Sequence[Any]) -> str:
         for each, state in zip(self.others, rest, strict=True):
