@@ -23,6 +23,7 @@ from ports import free_port
 from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
+from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.backends.etcd_store import EtcdStore
@@ -205,10 +206,32 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     else:
         leaving._watch.stop(leaving=False)
     if how == "told":
-        staying.note_gone(rank, certain=True)
+        staying.note_gone(0, rank, certain=True)
     again = job.meet(staying)[0]
     assert (spare.result(JOIN).rank, spare.result().world_size) == (rank, 2)
     assert again.rank == infos[id(staying)].rank
+
+
+@pytest.mark.parametrize("backend", ["memory"], indirect=True)
+@pytest.mark.parametrize("news_of", [0, 1])
+def test_who_leads_a_round_does_not_wait_for_members_it_knows_to_be_gone(
+    job: Job, monkeypatch: pytest.MonkeyPatch, news_of: int
+) -> None:
+    """Nor does it leave out others, for news of an earlier round, in which they had other ranks."""
+    monkeypatch.setattr(plans, "NUM_STANDBYS", 0)  # as beyond the sixteenth node: ids are not known
+    nodes = [job.node(2, 3) for _ in range(3)]
+    job.meet(*nodes)
+    infos = job.meet(*nodes)
+    *staying, gone = nodes  # it is still alive, so only the others' knowledge counts
+    for node in staying:
+        node.note_gone(news_of, infos[2].rank, certain=True)
+    futures = job.join(*staying)
+    if news_of == 0:
+        time.sleep(0.5)
+        assert not any(each.done() for each in futures)
+        futures += job.join(gone)
+    sizes = [each.result(JOIN / 2).world_size for each in futures]
+    assert sizes == [2 + (news_of == 0)] * len(sizes)
 
 
 def test_a_closed_rendezvous_wakes_whoever_waits(job: Job) -> None:

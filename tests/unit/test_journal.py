@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.launch.coordination import node_questions, place_ranges
-from rallypoint.launch.coordination.journal import Journal
+from rallypoint.launch.coordination.journal import MAX_AHEAD, Journal
 from rallypoint.launch.coordination.journal_reader import JournalReader, Round
 from rallypoint.launch.coordination.node_questions import NodeQuestions
 from rallypoint.launch.coordination.place_ranges import PlaceRanges
@@ -222,8 +222,8 @@ def test_questions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
     """A hole before it would hold it up for a lease, and with it whatever another node tells."""
     store = MemoryStore()
-    asks = NodeQuestions(Round(0, 0, 1), lambda: _records(store))
-    thread = threading.Thread(target=asks.ask, args=({}, 1.0))
+    asks = NodeQuestions(Round(0, 0, 2), lambda: _records(store))
+    thread = threading.Thread(target=asks.ask, args=({}, 0.0))
     thread.start()
     reader = Journal(_records(store), 0, 1)
     entry = reader.next(60.0)
@@ -247,8 +247,87 @@ def test_connections_are_kept_from_one_question_to_the_next(
         made.append(_records(store))
         return made[-1]
 
-    asks = NodeQuestions(Round(0, 0, 1), connect)
+    asks = NodeQuestions(Round(0, 0, 2), connect)
     for _ in range(5):
-        assert asks.ask({}, 1.0) == {}
+        assert asks.ask({}, 0.0) == {1: None}
     assert len(made) == 1
+    asks.close()
+
+
+def test_a_reader_that_is_behind_reads_many_entries_at_once_and_a_single_one_alone() -> None:
+    store = MemoryStore()
+    writer = Journal(_records(store), 0)
+    reader = Journal(_records(store), 0, NODES)
+    writer.append({"what": "0"})
+    assert reader.next(1.0) is not None
+    assert reader._records.operations == 1
+    for number in range(1, 1000):
+        writer.append({"what": f"{number}"})
+    assert _read(reader) == [f"{number}" for number in range(1, 1000)]
+    assert reader._records.operations < 1000 / MAX_AHEAD + 20
+    # Nothing comes for a while; then entries are single again.
+    before = reader._records.operations
+    writer.append({"what": "later"})
+    assert reader.next(1.0) is not None
+    assert reader._records.operations == before + 1
+
+
+def test_a_hole_among_what_is_read_at_once_is_waited_for() -> None:
+    store = MemoryStore()
+    records = _records(store)
+    reader = Journal(_records(store), 0, NODES)
+    for number in range(3):
+        Journal(records, 0).append({"what": f"{number}"})
+    assert [reader.next(0.0) is not None for _ in range(2)] == [True, True]
+    hole = records.increment("0/journal/places") - 1
+    Journal(records, 0).append({"what": "behind it"})
+    third = reader.next(0.0)
+    assert third is not None and third["what"] == "2"
+    records.claim(f"0/journal/{hole}", {"what": "at last", "id": "mine"})
+    assert _read(reader) == ["at last", "behind it"]
+
+
+def test_only_the_nodes_that_are_asked_are_waited_for() -> None:
+    store = MemoryStore()
+    asks = NodeQuestions(Round(0, 0, 200), lambda: _records(store))
+    others = {rank: NodeQuestions(Round(0, rank, 200), lambda: _records(store)) for rank in (3, 7)}
+    asked: list[Any] = []
+
+    def answer() -> None:
+        entry = Journal(_records(store), 0).next(60.0)
+        assert entry is not None
+        asked.append(entry["nodes"])
+        for rank in (7, 3):
+            others[rank].answer(entry["name"], {"told": rank})
+        asks.note_read(entry["name"])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    wanted = frozenset({0, 3, 7})
+    assert asks.ask({}, 60.0, wanted) == {3: {"told": 3}, 7: {"told": 7}}
+    thread.join(60)
+    assert asked == [[3, 7]]
+    assert asks.ask({}, 60.0, frozenset({0})) == {}, "this node need not ask others about itself"
+    for each in (asks, *others.values()):
+        each.close()
+
+
+def test_silent_nodes_hold_up_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_questions, "OWN_PATIENCE", 0.0)
+    store = MemoryStore()
+    records = _records(store)
+    asks = NodeQuestions(Round(0, 0, 300), lambda: records)
+    monkeypatch.setattr(node_questions.uuid, "uuid4", lambda: type("Name", (), {"hex": "name"}))
+    for rank in (299, 5):
+        answers = NodeQuestions(Round(0, rank, 300), lambda: _records(store))
+        answers.answer("name", {"told": rank})
+        answers.close()
+    before = records.operations
+    found = asks.ask({}, 0.0)
+    assert {rank: body for rank, body in found.items() if body} == {
+        5: {"told": 5},
+        299: {"told": 299},
+    }
+    assert len(found) == 299
+    assert records.operations - before < 30, "they are looked for together"
     asks.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import given, strategies as st
 from rallypoint._core import log_folder, log_records, private
 from rallypoint._core.log_folder import OLDER, LogFile
 from rallypoint._core.log_records import Line, Origin
-from rallypoint.control.logs import log_answers, log_lines, log_reading
+from rallypoint.control.logs import log_answers, log_lines, log_readers, log_reading
+from rallypoint.control.logs.log_readers import LogReaders
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import flags
 from rallypoint.launch.command_line.values import Values
@@ -159,17 +161,17 @@ def test_an_answer_of_another_node_goes_on_where_the_last_one_ended(tmp_path: Pa
     folder.mkdir(parents=True)
     file = folder / "stdout.log"
     file.write_bytes(log_records.pack(origin(), 1.0, 100.0, b"one") + b"\n")
-    places: dict[str, object] = {}
-    answer = log_answers.told(tmp_path, places, {}) | {"now": 130.0}
-    ((one,),) = log_answers.read(answer, places, 7000.0)
+    answer = log_answers.told(tmp_path, {}, {}) | {"now": 130.0}
+    ((one,),) = log_answers.read(answer, 7000.0)
     assert (one.text, one.monotonic) == ("one", 6970.0)  # 30 s old, by either clock
     with file.open("ab") as opened:
         opened.write(b"two\n")
-    ((two,),) = log_answers.read(log_answers.told(tmp_path, places, {}), places, 0.0)
+    places = log_answers.places_after({}, answer)
+    ((two,),) = log_answers.read(log_answers.told(tmp_path, places, {}), 0.0)
     assert (two.text, two.monotonic) == ("two", None)
     assert log_answers.told(None, {}, {})["files"] == []
     with pytest.raises(ValueError, match="no answer"):
-        log_answers.read({"now": 1.0, "files": [{}]}, {}, 0.0)
+        log_answers.read({"now": 1.0, "files": [{}]}, 0.0)
 
 
 def test_of_much_output_an_answer_has_the_end(tmp_path: Path) -> None:
@@ -179,3 +181,67 @@ def test_of_much_output_an_answer_has_the_end(tmp_path: Path) -> None:
     (told,) = log_answers.told(tmp_path, {}, {})["files"]
     texts = [text for _, text in told["lines"]]
     assert texts[-1] == "000199999" and len(texts) == log_answers.BUDGET // 10
+    (told,) = log_answers.told(tmp_path, {}, {"room": log_answers.room(1024)})["files"]
+    assert len(told["lines"]) == 64 * 1024 // 10, "of a thousand nodes each has less room"
+
+
+class Follower:
+    """Asks one node for its output, as ``rally logs -f`` does."""
+
+    def __init__(self, readers: LogReaders, folder: Path) -> None:
+        self.readers, self.folder = readers, folder
+        self.number = -1
+        self.missed: list[int] | str = []
+        self.lines: list[str] = []
+
+    def ask(self, *, arrives: bool = True, fails: bool = False) -> None:
+        """``arrives``: its answer comes. ``fails``: nobody's does."""
+        self.number += 1
+        question = {"reader": "me", "number": self.number, "missed": self.missed}
+        answer = self.readers.answer(self.folder, question, 3)
+        self.missed = []
+        if not arrives:
+            self.missed = log_readers.ALL if fails else [1, 3]
+        elif answer is not None:
+            self.lines += [line.text for lines in log_answers.read(answer, 0.0) for line in lines]
+
+
+@given(st.lists(st.sampled_from(["write", "ask", "missed", "failed", "restart"]), max_size=30))
+def test_who_follows_another_node_hears_each_line_once_whatever_is_missed(steps: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as base:
+        follower = Follower(LogReaders(), Path(base))
+        written: list[str] = []
+        generation = 0
+        for step in steps:
+            folder = Path(base) / f"attempt_{generation}" / "0"
+            folder.mkdir(parents=True, exist_ok=True)
+            match step:
+                case "write":
+                    written.append(f"line {len(written)}")
+                    with (folder / "stdout.log").open("a") as file:
+                        file.write(f"{written[-1]}\n")
+                case "restart":
+                    follower.ask()  # of an older generation, only who has begun with it hears the rest
+                    generation += 1
+                case _:
+                    follower.ask(arrives=step == "ask", fails=step == "failed")
+        for _ in range(3):
+            follower.ask()
+        assert follower.lines == written
+
+
+def test_a_question_that_comes_late_is_not_answered(tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("one\n")
+    readers = LogReaders()
+    assert readers.answer(tmp_path, {"reader": "me", "number": 1, "missed": [0]}, 0) is not None
+    assert readers.answer(tmp_path, {"reader": "me", "number": 0, "missed": []}, 0) is None
+    once = readers.answer(tmp_path, {}, 0)
+    assert once is not None and once["files"][0]["lines"], "who does not follow has no place"
+
+
+def test_readers_that_have_gone_are_forgotten(tmp_path: Path) -> None:
+    readers = LogReaders()
+    for number in range(10 * log_readers.MAX_READERS):
+        readers.answer(tmp_path, {"reader": f"{number}", "number": 0, "missed": []}, 0)
+    assert len(readers._readers) == log_readers.MAX_READERS

@@ -168,6 +168,8 @@ class World:
                 participant.beats = True
             case operations.Gone():
                 return frozenset()
+            case operations.Identify(ids):
+                assert participant.node.node_id in ids
             case operations.Needed():
                 return participant.needed
             case operations.IsNew():

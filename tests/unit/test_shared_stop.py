@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, strategies as st
 
 from rallypoint.launch import policy
 from rallypoint.launch.generation import Generation
@@ -57,7 +56,6 @@ def test_a_node_that_is_told_alone_leaves_after_a_moment() -> None:
     node = Node(1)
     assert node.stop.begin(signal.SIGTERM)
     assert node.told == ["workers", "told"]
-    node.stop.hear(1, 0)
     assert node.decided == []
     assert node.moment_over is not None
     node.moment_over()
@@ -65,16 +63,10 @@ def test_a_node_that_is_told_alone_leaves_after_a_moment() -> None:
     assert node.now.state.leaves
 
 
-@given(st.permutations([0, 1, 2]), st.integers(0, 2))
-def test_nodes_that_are_all_told_stop_the_job(order: list[int], at: int) -> None:
-    """Its own signal comes before, between or behind the others' words."""
+def test_nodes_that_are_all_told_stop_the_job() -> None:
     node = Node(0)
-    words = [each for each in order if each != 0]
-    for each in words[:at]:
-        node.stop.hear(each, 0)
     assert node.stop.begin(signal.SIGTERM)
-    for each in (0, *words[at:]):
-        node.stop.hear(each, 0)
+    node.stop.hear(0)
     assert node.decided == [ALL]
     assert not node.now.state.leaves
     assert node.moment_over is not None
@@ -84,19 +76,15 @@ def test_nodes_that_are_all_told_stop_the_job(order: list[int], at: int) -> None
 
 def test_others_that_are_told_do_not_stop_a_node_that_is_not() -> None:
     node = Node(0)
-    for each in (1, 2):
-        node.stop.hear(each, 0)
+    node.stop.hear(0)
     assert node.decided == []
 
 
 def test_words_of_another_generation_do_not_count() -> None:
     node = Node(0)
-    node.stop.hear(1, 0)
     node.now.state = replace(node.now.state, generation=1)
-    node.stop.hear(2, 0)
     assert node.stop.begin(signal.SIGTERM)
-    node.stop.hear(0, 1)
-    node.stop.hear(2, 1)
+    node.stop.hear(0)
     assert node.decided == []
 
 
@@ -123,15 +111,14 @@ def test_where_the_job_may_be_requeued_nodes_ask_whose_workers_cannot_save() -> 
     node.saves = False
     assert node.stop.begin(signal.SIGTERM)
     assert node.told == ["told"], "workers get the signal, and nothing to wait for"
-    for each in range(3):
-        node.stop.hear(each, 0)
+    node.stop.hear(0)
     assert node.decided == [ALL]
 
 
 def test_a_job_that_has_one_node_left_ends_with_it_where_it_may_be_requeued() -> None:
     node = Node(0, nodes=1, matters=True)
     assert node.stop.begin(signal.SIGTERM)
-    node.stop.hear(0, 0)
+    node.stop.hear(0)
     assert node.decided == [ALL]
 
 

@@ -89,14 +89,14 @@ def test_failures_fit_into_a_record_whatever_their_texts_are(
     text: str, count: int, chains: int, lines: int
 ) -> None:
     failures = tuple(failure(rank, text, chains, lines) for rank in range(count))
-    said = told(failures)
+    said = told(failures, 2)
     assert len(json.dumps({"failures": said})) < MAX_RECORD - 4096
     read = failures_from_json(said)
     assert [each.rank for each in read] == list(range(len(read)))
     assert read[0].raised is not None
     assert read[0].raised.traceback.endswith("line 0")
-    alone = failures_from_json(told(failures[:1]))
-    if len(json.dumps(told(failures[:1]))) < 100_000:
+    alone = failures_from_json(told(failures[:1], 2))
+    if len(json.dumps(told(failures[:1], 2))) < 100_000:
         assert alone == failures[:1], "nothing is cut without need"
 
 
@@ -105,8 +105,34 @@ def test_the_reports_of_many_nodes_are_merged_however_long_they_are() -> None:
     for node in range(32):
         current = Round(0, node, 32)
         failures = tuple(failure(8 * node + at, "\u4e2d" * 32_000, 1, 0) for at in range(8))
-        Tally(records, current, elastic=False).note_report(told(failures))
+        Tally(records, current, elastic=False).note_report(told(failures, 32))
     Tally(records, Round(0, 0, 32), elastic=False).merge_reports(3)
     (merged,) = records.look(["0/report"])
     assert merged is not None
     assert failures_from_json(merged["failures"])[0].rank in range(24, 32)
+
+
+def test_what_a_thousand_nodes_read_is_short() -> None:
+    failures = tuple(failure(rank, "x" * 4000, 1, 5) for rank in range(8))
+    assert len(told(failures, 100)) > 32_000
+    assert len(json.dumps(told(failures, 10_000))) <= 16 * 1024
+    (first, *_) = failures_from_json(told(failures, 10_000))
+    assert first.raised is not None and first.raised.traceback.endswith("line 0")
+
+
+@pytest.mark.parametrize(("nodes", "tellers"), [(2, 2), (16, 16), (17, 16), (1024, 16)])
+def test_if_all_nodes_fail_together_the_first_ones_tell(nodes: int, tellers: int) -> None:
+    records = RecordStore(MemoryStore(), Codec("job", SECRET))
+    tallies = [Tally(records, Round(0, rank, nodes), elastic=True) for rank in range(nodes)]
+    assert sum(each.may_tell("failures") for each in tallies) == tellers
+    assert tallies[-1].may_tell("symptoms"), "a cause is not kept back by symptoms, nor they by it"
+    later = Tally(records, Round(1, 0, nodes), elastic=True)
+    assert later.may_tell("failures"), "nor by what was in another generation"
+
+
+def test_a_stop_is_told_by_the_last_node_that_is_told_to_stop() -> None:
+    store = MemoryStore()
+    records = RecordStore(store, Codec("job", SECRET))
+    tallies = [Tally(records, Round(0, rank, 3), elastic=True) for rank in range(3)]
+    store.set(records.full("0/told"), b"1")  # a stranger's
+    assert [each.note_told_to_stop() for each in tallies] == [False, False, True]

@@ -247,7 +247,7 @@ class Generation:
         if failure.raised is None or failure.raised.is_exit:
             worker.streams.drain(clock.Deadline(LAST_WORDS_PATIENCE))
             failure = self._failure_of(worker)  # now with its last lines
-        return failure.stopped_by_us or failure.is_symptom()
+        return failure.is_echo()
 
     def drain(self, timeout: float) -> None:
         """Wait until all output has been passed on, for at most ``timeout`` seconds."""

@@ -12,7 +12,8 @@ class Departures:
     """The members of the last round that are gone. Thread-safe.
 
     Attributes:
-        ids: ids of all members by rank; empty on nodes that do not need them.
+        ids: ids of all members by rank; empty on nodes that do not need them. One that comes to lead the next round does, and
+            hears then who the ranks were that it knows to be gone.
     """
 
     def __init__(self) -> None:
@@ -24,28 +25,39 @@ class Departures:
         self._gone: set[str] = set()  # by any sign
         self._ended: set[str] = set()  # for certain
         self._lost: set[str] = set()  # by this node's own pulse
+        self._ranks: dict[int, bool] = {}  # gone, as long as ids are not known; whether for certain
 
     def begin(self) -> None:
         """A new round, in which no member is gone."""
         with self._lock:
             self.ids, self._watchable, self._known = (), (), frozenset()
-            for each in (self._gone, self._ended, self._lost):
+            for each in (self._gone, self._ended, self._lost, self._ranks):
                 each.clear()
 
     def identify(self, ids: tuple[str, ...]) -> None:
         """Set the ids of all members, by rank."""
         with self._lock:
             self.ids = ids
+            self._set_known()
+            ranks = dict(self._ranks)
+            self._ranks.clear()
+        for rank, certain in ranks.items():
+            self.note_rank(rank, certain=certain)
 
     def know(self, watchable: Sequence[Neighbour]) -> None:
         """Set the members whose end this node can observe."""
         with self._lock:
             self._watchable = tuple(watchable)
-            self._known = frozenset((*self.ids, *(each.node_id for each in watchable)))
+            self._set_known()
+
+    def _set_known(self) -> None:
+        self._known = frozenset((*self.ids, *(each.node_id for each in self._watchable)))
 
     def note_rank(self, rank: int, *, certain: bool) -> None:
         with self._lock:
-            if 0 <= rank < len(self.ids):
+            if not self.ids:
+                self._ranks[rank] = certain or self._ranks.get(rank, False)
+            elif 0 <= rank < len(self.ids):
                 self._gone.add(self.ids[rank])
                 if certain:
                     self._ended.add(self.ids[rank])

@@ -431,9 +431,10 @@ class DynamicRendezvous(RendezvousHandler):
         )
         self._connected(deadline)
 
-    def note_gone(self, rank: int, *, certain: bool) -> None:
-        """A member of the round is known to be gone: the next round need not wait for it."""
-        self._departures.note_rank(rank, certain=certain)
+    def note_gone(self, generation: int, rank: int, *, certain: bool) -> None:
+        """A member of a round is known to be gone: the next round need not wait for it. News of an earlier round come too late."""
+        if generation == self._standing.node.generation:
+            self._departures.note_rank(rank, certain=certain)
 
     def _connected(self, deadline: Deadline) -> RecordStore:
         records = self._connection.open(deadline)
@@ -486,6 +487,8 @@ class DynamicRendezvous(RendezvousHandler):
                 return records.delete(key)
             case operations.Gone():
                 return self._departures.gone()
+            case operations.Identify(ids):
+                return self._departures.identify(ids)
             case operations.Needed():
                 return self._survivors_needed()
             case operations.Beat():

@@ -65,6 +65,13 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Identify:
+    """This node leads the round after one whose members have these ids, by rank: it has heard of their ends by rank."""
+
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Needed:
     """How many of the last round's members must be present, given those known to have ended."""
 
@@ -106,6 +113,7 @@ Operation = (
     | Count
     | Delete
     | Gone
+    | Identify
     | Needed
     | Beat
     | Tell

@@ -46,6 +46,7 @@ from .operations import (
     Count,
     Delete,
     Gone,
+    Identify,
     Increment,
     IsNew,
     LeftOut,
@@ -250,7 +251,7 @@ def _await_end(generation: int, timing: Timing) -> Steps:
     """
     members: frozenset[str] = frozenset()
     for last in range(generation - 1, max(-1, generation - 1 - _ROUNDS_BACK), -1):
-        members = yield from _members_of(last)
+        members = frozenset((yield from _members_of(last)))
         if members:
             break
     leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
@@ -512,7 +513,10 @@ class _Leader:
     def lead(self, last: int) -> Steps:
         """The steps. Returns a plan, or why there is none; and this node's slot."""
         yield Beat()
-        self._members = yield from _members_of(last)
+        ids = yield from _members_of(last)
+        self._members = frozenset(ids)
+        if ids and self._node.generation == last:
+            yield Identify(ids)
         while True:
             filled, plan = yield from self._read()
             if plan is not None:
@@ -656,12 +660,12 @@ SILENCE = 3.0
 
 
 def _members_of(generation: int) -> Steps:
-    """Ids of a round's members; none before the first round."""
+    """Ids of a round's members, by rank; none before the first round."""
     (_, (plan,)) = yield Look((f"{generation}/plan",))
     if plan is None or "by" not in plan:
-        return frozenset()
+        return ()
     (_, (record,)) = yield Look((plans.ids_key(generation, plan),))
-    return frozenset(plans.ids_in(record))
+    return plans.ids_in(record)
 
 
 def _clear(generation: int) -> Steps:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import select
+import uuid
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rallypoint._core import clock, env as environment, log_folder, standard_streams
 from rallypoint._core.log_folder import LogFile
@@ -17,7 +17,7 @@ from rallypoint._core.rank_words import in_words
 from rallypoint.control import client
 from rallypoint.errors import ConfigError, ControlError
 
-from . import log_answers, log_lines, log_reading
+from . import log_answers, log_lines, log_readers, log_reading
 from .log_lines import Choice
 
 
@@ -38,7 +38,7 @@ Show what the workers of a job have written, each line with its rank.
 
 Output is in files if the job was started with --redirects or --tee (with --log-dir, they are kept). With --log-format json
 as well, each line has its time: lines of a host are then in the order in which they were written. Otherwise one stream
-follows the other. Of other nodes, the last 512 KiB are shown, and with -f what follows."""
+follows the other. Of other nodes, the last 512 KiB are shown (with more than 128 nodes less), and with -f what follows."""
 
 _WITH_VALUE = ("--rank", "--tail", "--since", "--grep", "--generation")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -285,29 +285,37 @@ class _Others:
     def __init__(self, job: client.RunningJob | None, wanted: _Wanted) -> None:
         self._job = job
         self._wanted = wanted
-        self._places: dict[str, dict[str, Any]] = {}
+        self._reader = uuid.uuid4().hex
+        self._number = -1
+        self._missed: list[int] | str = []
         self._silent: set[str] = set()
 
     def look(self) -> list[list[Line]]:
         """What is new, file by file: at first the last lines, then what has been written since."""
         if self._job is None:
             return []
+        self._number += 1
         question = {
             "ask": "logs",
+            "ranks": sorted(self._wanted.choice.ranks),
             "generation": self._wanted.generation,
             "since": self._wanted.seconds,
-            "places": self._places,
+            "reader": self._reader,
+            "number": self._number,
+            "missed": self._missed,
             "patience": PATIENCE,
         }
         try:
             nodes = self._job.ask(question, PATIENCE + WAY)["nodes"]
         except ControlError:
+            self._missed = log_readers.ALL
             return []  # it ends, which is noticed
         now = clock.MONOTONIC.now()
         found: list[list[Line]] = []
+        self._missed = [int(node) for node in nodes if nodes[node] is None]
         for node, answer in nodes.items():
             try:
-                found += log_answers.read(answer, self._places.setdefault(node, {}), now)
+                found += log_answers.read(answer, now)
             except (TypeError, ValueError):
                 if node not in self._silent:
                     self._silent.add(node)

@@ -1,7 +1,8 @@
 """The output of a node's workers, on its way to who asks on another node.
 
-Question: ``ask`` (``logs``), ``generation`` (None: the newest), ``since`` (seconds ago, or None), ``places``: by node, by file, where
-to go on. An answer has at most :data:`BUDGET` bytes of lines; who wants more asks again.
+Question: ``ask`` (``logs``), ``generation`` (None: the newest), ``since`` (seconds ago, or None), ``room``: the bytes of lines in an
+answer, at most and by default :data:`BUDGET`; and what :mod:`.log_readers` needs to go on where the last answer ended. Who wants more
+asks again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from .log_lines import Choice
 
 # An answer is one record of the job's store, which has at most 1 MiB.
 BUDGET = 512 * 1024
+# The answers of all nodes are in the store at the same time. Together, and in any case from each.
+ALL_NODES, LEAST = 64 * 1024 * 1024, 16 * 1024
+
+
+def room(num_nodes: int) -> int:
+    """Bytes of lines in the answer of each node of a job."""
+    return min(BUDGET, max(LEAST, ALL_NODES // num_nodes))
 
 
 def told(
@@ -45,7 +53,9 @@ def told(
         if folder is not None and generation in known:
             answer["generation"] = generation
             found = log_folder.log_files(folder, generation)
-            budget = BUDGET // max(1, len(found))
+            wanted = question.get("room")
+            most = min(wanted, BUDGET) if type(wanted) is int and wanted > 0 else BUDGET
+            budget = max(1, most // max(1, len(found)))
             files += [_told_of(each, places, question, budget) for each in found]
             # What workers before wrote last, to one who has read of them.
             for older in (each for each in known if each < generation):
@@ -96,14 +106,29 @@ def _place(value: object) -> log_reading.Place | None:
             return None
 
 
-def read(answer: Mapping[str, Any], places: dict[str, Any], now: float) -> list[list[Line]]:
+def places_after(places: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Where to go on after an answer of this node.
+
+    Args:
+        places: where the answer began.
+        answer: as :func:`told` made it.
+    """
+    after = dict(places)
+    for file in answer["files"]:
+        key = file["key"]
+        after[key] = file["place"]
+        if int(key.partition("/")[0]) < answer["generation"] and not file["lines"]:
+            del after[key]  # it has been read to its end
+    return after
+
+
+def read(answer: Mapping[str, Any], now: float) -> list[list[Line]]:
     """The lines in another node's answer, file by file. Their times are shifted to this host's clock.
 
     The age of a line is what the two clocks have in common; it is off by the time that the answer took.
 
     Args:
         answer: as :func:`told` made it.
-        places: of that node; brought up to date.
         now: on this host's monotonic clock, when the answer came.
     Raises:
         ValueError: it is none.
@@ -112,8 +137,7 @@ def read(answer: Mapping[str, Any], places: dict[str, Any], now: float) -> list[
         shift = now - float(answer["now"])
         found = []
         for file in answer["files"]:
-            key = str(file["key"])
-            generation = int(key.partition("/")[0])
+            generation = int(str(file["key"]).partition("/")[0])
             origin = Origin(
                 host=str(answer["host"]),
                 rank=int(file["rank"]),
@@ -122,9 +146,6 @@ def read(answer: Mapping[str, Any], places: dict[str, Any], now: float) -> list[
                 stream=str(file["stream"]),
             )
             first = Line(origin=origin, time=None, monotonic=None, text="")
-            places[key] = file["place"]
-            if generation < int(answer["generation"]) and not file["lines"]:
-                del places[key]  # it has been read to its end
             found.append(
                 [
                     replace(first, monotonic=None if at is None else at + shift, text=str(text))

@@ -86,8 +86,9 @@ class RoundReady:
 class PeerEvent:
     """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
 
-    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported. From all nodes,
-    this one included: ``told`` (to stop), ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
+    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported, ``told`` once all
+    were told to stop. If many nodes fail or are stopped together, only the first to say so are heard. From all nodes, this one
+    included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
     node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
     ``not kept``: the round counts on workers of the node that it has had to stop. ``left out``: the next round has formed without this node. ``is_own``: the others have given up this node as lost.
     ``host``: of a node that is lost, if it is known.
@@ -195,13 +196,14 @@ class Coordination(Protocol):
         """
 
     def ask_nodes(
-        self, question: Mapping[str, Any], patience: float
+        self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
     ) -> dict[int, dict[str, Any] | None]:
         """Ask the other nodes of the round; each gets a :class:`NodeAsked`. Blocks: for a thread of its own.
 
         Args:
             question: JSON values.
             patience: seconds.
+            nodes: only these ranks, without this node's; None: all.
         Returns:
             By node rank: its answer; None if none came in time.
         Raises:
@@ -274,7 +276,7 @@ class LoneNode:
         pass
 
     def ask_nodes(
-        self, question: Mapping[str, Any], patience: float
+        self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
     ) -> dict[int, dict[str, Any] | None]:
         return {}
 

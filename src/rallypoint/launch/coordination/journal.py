@@ -10,10 +10,13 @@ weeks. Its place becomes a hole, which the writer's list of withdrawn places tel
 A store may lose all keys (etcd's lease ran out in an outage, somebody deleted the prefix). Then writers begin again at place
 0, and so do readers, once nothing comes and they see that the first entry that they have read is no longer there.
 What they have read before they leave out.
+
+A thousand nodes may each append an entry at the same time. A reader that is behind reads many places at once.
 """
 
 from __future__ import annotations
 
+import collections
 import uuid
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,6 +28,8 @@ from .place_ranges import PlaceRanges
 
 # Places in a journal; a counter beyond this was not counted by nodes.
 MAX_PLACES: Final = 1 << 48
+# At most so many places are read at once.
+MAX_AHEAD: Final = 32
 # What fills a hole.
 _NOTHING: Final = {"what": "nothing"}
 
@@ -45,6 +50,10 @@ class Journal:
         self._next = 0
         self._read: set[str] = set()  # ids of entries, but for those that matter for a moment only
         self._mark: tuple[int, str] | None = None  # place and id of the first of them
+        self._ahead: collections.deque[dict[str, Any]] = (
+            collections.deque()
+        )  # read, not asked for yet
+        self._in_a_row = 0  # entries since the reader had to wait in vain, or found nothing ahead
         self.was_lost = False  # entries that nobody here has read may be gone
 
     def append(self, entry: Mapping[str, Any]) -> int:
@@ -72,8 +81,13 @@ class Journal:
     def next(self, timeout: float) -> dict[str, Any] | None:
         """The next entry; None if none came within ``timeout`` seconds."""
         key = self._key(str(self._next))
-        entry = self._records.wait(key, timeout)
+        self._read_ahead()
+        if self._ahead:
+            entry: dict[str, Any] | None = self._ahead.popleft()
+        else:
+            entry = self._records.wait(key, timeout)
         if entry is None:
+            self._in_a_row = 0
             places = self._records.count(self._key("places"), MAX_PLACES)
             if self._is_lost(places):
                 self._next, self._mark, self.was_lost = 0, None, True
@@ -84,8 +98,21 @@ class Journal:
                 self._next = end
                 return _NOTHING
             entry = self._records.claim(key, _NOTHING)
+        self._in_a_row += 1
         place, self._next = self._next, self._next + 1
         return entry if self._is_new(place, entry) else _NOTHING
+
+    def _read_ahead(self) -> None:
+        """Read several entries at once, if more than one has come of late: a single one is waited for alone."""
+        if self._ahead or self._in_a_row < 2:
+            return
+        places = range(self._next, self._next + min(self._in_a_row, MAX_AHEAD))
+        for entry in self._records.look([self._key(str(place)) for place in places]):
+            if entry is None:
+                break  # not there yet, or a hole
+            self._ahead.append(entry)
+        if not self._ahead:
+            self._in_a_row = 0
 
     def _is_lost(self, places: int) -> bool:
         """Whether what this reader has read is no longer in the store, given the counter."""

@@ -24,6 +24,8 @@ from .place_ranges import PlaceRanges
 
 # So many of this node's answers are kept, though nobody may want them any more: who asked may have given up.
 MAX_ANSWERS = 8
+# So many answers are read at once.
+MAX_AT_ONCE = 64
 # So many connections are kept that nobody uses.
 MAX_IDLE = 2
 # How many seconds this node's own reader may take to come by a question: a hole before it would hold it up for longer.
@@ -49,35 +51,55 @@ class NodeQuestions:
         self._idle: list[RecordStore] = []
         self._closed = False
 
-    def ask(self, question: Mapping[str, Any], patience: float) -> dict[int, dict[str, Any] | None]:
+    def ask(
+        self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
+    ) -> dict[int, dict[str, Any] | None]:
         """As :meth:`.Coordination.ask_nodes`."""
+        current = self._round
+        wanted = range(current.num_nodes) if nodes is None else sorted(nodes)
+        asked = [rank for rank in wanted if rank != current.rank and rank not in current.gone]
+        if not asked:
+            return {}
         name = uuid.uuid4().hex
+        entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
+        if nodes is not None:
+            entry["nodes"] = asked
         own = self._unread[name] = threading.Event()
         try:
-            return self._ask(question, name, Deadline(patience), own)
+            return self._ask(entry, asked, Deadline(patience), own)
         finally:
             del self._unread[name]
 
     def _ask(
-        self, question: Mapping[str, Any], name: str, deadline: Deadline, own: threading.Event
+        self, entry: Mapping[str, Any], asked: list[int], deadline: Deadline, own: threading.Event
     ) -> dict[int, dict[str, Any] | None]:
         current = self._round
-        entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
-        found: dict[int, dict[str, Any] | None] = {}
         with self._connection() as records:
             journal = Journal(records, current.generation)
             place = journal.append(entry)
-            for rank in range(current.num_nodes):
-                if rank == current.rank or rank in current.gone:
-                    continue
-                key = node_answers.key(current.generation, name, rank)
-                body = records.wait(key, deadline.remaining() or 0.0)
-                found[rank] = None if body is None else node_answers.unpack(body)
-                if body is not None:
-                    records.delete(key)
+            found = self._gather(records, entry["name"], asked, deadline)
             own.wait(OWN_PATIENCE)
             with self._withdrawing:
                 journal.withdraw(place, current.rank, self._withdrawn)
+        return found
+
+    def _gather(
+        self, records: RecordStore, name: str, asked: list[int], deadline: Deadline
+    ) -> dict[int, dict[str, Any] | None]:
+        """The answers. While one is waited for, others arrive; those are read at once."""
+        found: dict[int, dict[str, Any] | None] = {}
+        keys = {rank: node_answers.key(self._round.generation, name, rank) for rank in asked}
+        while waiting := [rank for rank in asked if rank not in found][:MAX_AT_ONCE]:
+            first, *others = waiting
+            bodies = [records.wait(keys[first], deadline.remaining() or 0.0)]
+            bodies += records.look([keys[rank] for rank in others]) if others else []
+            over = deadline.expired()
+            for rank, body in zip(waiting, bodies, strict=True):
+                if body is not None:
+                    found[rank] = node_answers.unpack(body)
+                    records.delete(keys[rank])
+                elif over or rank == first:
+                    found[rank] = None
         return found
 
     def note_read(self, name: str) -> None:

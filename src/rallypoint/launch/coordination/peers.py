@@ -133,7 +133,7 @@ class PeerNodes:
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
-        told = tally.told(failures)
+        told = tally.told(failures, self._round.num_nodes)
         match what:
             case "done":
                 self._requests.put(lambda: self._count_done(generation))
@@ -141,8 +141,13 @@ class PeerNodes:
                 self._ask(lambda: self._report(told))
             case "leaving":
                 self._requests.put(lambda: self._say_farewell(generation, reason))
-            case "in session" | "out of session" | "not kept" | "told":
+            case "told":
+                self._requests.put(lambda: self._count_told(generation))
+            case "in session" | "out of session" | "not kept":
                 self._requests.put(lambda: self._append(what, generation))
+            case "failed" if failures and not reason:
+                kind = "symptoms" if all(each.is_echo() for each in failures) else "failures"
+                self._requests.put(lambda: self._tell_failed(kind, generation, told))
             case _:
                 more = {"failures": told} | ({"reason": reason} if reason else {})
                 if what == "stopped":
@@ -151,7 +156,8 @@ class PeerNodes:
                 self._requests.put(lambda: self._append(what, generation, **more))
 
     def tell_loss(self, generation: int, failure: WorkerFailure, *, survivors: bool) -> None:
-        more = {"failures": tally.told((failure,)), "survivors": survivors}
+        told = tally.told((failure,), self._round.num_nodes)
+        more = {"failures": told, "survivors": survivors}
         self._requests.put(lambda: self._append("worker lost", generation, **more))
 
     def tell_standstill(
@@ -161,12 +167,12 @@ class PeerNodes:
         self._requests.put(lambda: self._append("standstill", generation, **more))
 
     def ask_nodes(
-        self, question: Mapping[str, Any], patience: float
+        self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
     ) -> dict[int, dict[str, Any] | None]:
         current = self._round
-        if current is NO_ROUND or current.unheard:
+        if current is NO_ROUND or current.unheard or self._questions is None:
             return {}
-        return {} if self._questions is None else self._questions.ask(question, patience)
+        return self._questions.ask(question, patience, nodes)
 
     def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
         if asked.generation == self._round.generation and self._questions is not None:
@@ -390,6 +396,20 @@ class PeerNodes:
         entry = {"what": what, "node": current.rank, **more}
         Journal(self._records(), generation).append(entry)
 
+    def _tell_failed(self, kind: str, generation: int, told: str) -> None:
+        current = self._round
+        if generation != current.generation or current.unheard:
+            return
+        if self._tally().may_tell(kind):
+            self._append("failed", generation, failures=told)
+
+    def _count_told(self, generation: int) -> None:
+        current = self._round
+        if generation != current.generation or current.unheard:
+            return
+        if self._tally().note_told_to_stop():
+            self._append("told", generation)
+
     def _say_farewell(self, generation: int, reason: str) -> None:
         assert self._rendezvous is not None
         current = self._round
@@ -405,6 +425,9 @@ class PeerNodes:
     def _stop_others(self, generation: int, more: Mapping[str, Any]) -> None:
         """The job was told to stop here, maybe while this node waits for the others to form ``generation``."""
         current = self._round
+        # The others are in the same position only if they wait for the same round.
+        if not current.unheard and not self._tally().may_tell(f"stopped {generation}"):
+            return
         self._append("stopped", min(generation, current.generation), **more)
         if generation > current.generation and not current.unheard:
             # Who waits for that round reads the entry above. Who is in it already reads this one.
@@ -494,7 +517,7 @@ class PeerNodes:
     def _note_left(self, generation: int, loss: Loss) -> None:
         assert self._rendezvous is not None
         if generation == self._round.generation:
-            self._rendezvous.note_gone(loss.neighbour.rank, certain=True)
+            self._rendezvous.note_gone(generation, loss.neighbour.rank, certain=True)
 
     def _heed_waiting(self, _count: int) -> None:
         generation = self._round.generation
@@ -579,13 +602,16 @@ class PeerNodes:
                     if self._questions is not None:
                         self._questions.note_read(str(name))
                 elif isinstance(name, str) and isinstance(question, dict):
+                    asked = entry.get("nodes")
+                    if isinstance(asked, list) and current.rank not in asked:
+                        return
                     self._post(NodeAsked(node, generation, name, question))
             case "parted" if not own:
                 reason = f"node {node} has lost its connection to the job's store"
                 self._post(PeerEvent("lost", node, generation, reason=reason))
             case "leaving" if not own:
                 assert self._rendezvous is not None
-                self._rendezvous.note_gone(node, certain=True)
+                self._rendezvous.note_gone(generation, node, certain=True)
                 current.gone.add(node)
                 if entry.get("serves") is True:
                     # Its store ends with it, so the next round meets elsewhere.
@@ -616,7 +642,8 @@ class PeerNodes:
                 f"the other nodes gave this one up as lost ({reason}): it was suspended or cut off"
             )
         else:
-            self._rendezvous.note_gone(about, certain=entry.get("certain") is True)
+            certain = entry.get("certain") is True
+            self._rendezvous.note_gone(current.generation, about, certain=certain)
             current.gone.add(about)
         is_own = about == current.rank
         host = str(entry.get("host", ""))[:MAX_REASON]

@@ -17,38 +17,49 @@ from rallypoint.rendezvous.records import MAX_RECORD
 from .journal_reader import Round
 
 
+# So many nodes at most say of the same thing that it has happened to them.
+MAX_TELLERS = 16
 # An entry carries at most this many failures; the root cause comes first.
 MAX_FAILURES_TOLD = 64
-# Bytes that they may take in a record.
+# Bytes that they may take in a record, and, however many nodes read it, for each of them.
 _MOST = MAX_RECORD // 2
+_LEAST = 16 * 1024
+# Bytes that all readers of a record together may have to fetch from the host of the job's store.
+_ALL_READERS = 64 * 1024 * 1024
 # To so many characters their texts are cut, in turn, until they fit.
 _CUTS = (8000, 2000, 500)
 # Of a chain of exceptions, and of lines, so many are kept then.
 _LONGEST_CHAIN = 8
 
 
-def told(failures: tuple[WorkerFailure, ...]) -> str:
-    """Failures as a record carries them: the first as it is, if that fits, the others shortened, or left out."""
+def told(failures: tuple[WorkerFailure, ...], num_nodes: int) -> str:
+    """Failures as a record carries them: the first as it is, if that fits, the others shortened, or left out.
+
+    Args:
+        failures: those to blame first.
+        num_nodes: so many nodes may read it.
+    """
+    room = min(_MOST, max(_LEAST, _ALL_READERS // max(1, num_nodes)))
     chosen = failures[:MAX_FAILURES_TOLD]
     text = failures_to_json(chosen)
     for most in _CUTS:
-        if _fits(text):
+        if _fits(text, room):
             return text
         chosen = (*chosen[:1], *(_shortened(each, most) for each in chosen[1:]))
         text = failures_to_json(chosen)
-    while len(chosen) > 1 and not _fits(text):
+    while len(chosen) > 1 and not _fits(text, room):
         chosen = chosen[: (len(chosen) + 1) // 2]
         text = failures_to_json(chosen)
     for most in _CUTS:
-        if _fits(text):
+        if _fits(text, room):
             break
         chosen = tuple(_shortened(each, most) for each in chosen)
         text = failures_to_json(chosen)
     return text
 
 
-def _fits(text: str) -> bool:
-    return len(json.dumps(text)) <= _MOST
+def _fits(text: str, room: int) -> bool:
+    return len(json.dumps(text)) <= room
 
 
 def _shortened(failure: WorkerFailure, most: int) -> WorkerFailure:
@@ -90,10 +101,24 @@ class Tally:
 
     def note_success(self) -> bool:
         """This node's workers have succeeded. Returns whether those of all members have."""
-        key = f"{self._round.generation}/done"
-        self._records.write(f"{key}/{self._round.rank}", {})
-        self._records.increment(key)
+        self._mark("done")
         return self.num_through() >= self._round.num_nodes
+
+    def note_told_to_stop(self) -> bool:
+        """This node was told to stop. Returns whether all members have been."""
+        self._mark("told")
+        return self._marked("told", set()) >= self._round.num_nodes
+
+    def may_tell(self, what: str) -> bool:
+        """Whether others still have to hear from this node what several of them tell at once.
+
+        If all fail together, the first to say so are enough. If a thousand nodes told each other, that would be a
+        million messages.
+        """
+        current = self._round
+        if current.num_nodes <= MAX_TELLERS:
+            return True
+        return self._records.increment(f"{current.generation}/tellers/{what}") <= MAX_TELLERS
 
     def note_report(self, failures: str) -> None:
         """Publish this node's failures (:func:`told`)."""
@@ -123,19 +148,27 @@ class Tally:
         for rank in sorted(range(len(bodies)), key=lambda rank: (rank != first, rank)):
             body = bodies[rank]
             failures += () if body is None else failures_from_json(body["failures"])
-        merged = told(in_order_of_blame(failures))
+        merged = told(in_order_of_blame(failures), current.num_nodes)
         self._records.claim(merged_key(current.generation), {"failures": merged})
 
     def num_through(self) -> int:
         """How many members have finished the round: they succeeded, or in an elastic job are gone."""
+        return self._marked("done", self._round.gone if self._elastic else set())
+
+    def _mark(self, what: str) -> None:
+        key = f"{self._round.generation}/{what}"
+        self._records.write(f"{key}/{self._round.rank}", {})
+        self._records.increment(key)
+
+    def _marked(self, what: str, gone: set[int]) -> int:
+        """How many members have made a mark, or are gone."""
         current = self._round
-        counted = self._records.count(f"{current.generation}/done")
-        gone = current.gone if self._elastic else set[int]()
+        counted = self._records.count(f"{current.generation}/{what}")
         if counted < current.num_nodes and not gone:
             return counted
-        # Anyone could increment the counter; only members can write marks. A lost member may have succeeded first.
+        # Anyone could increment the counter; only members can write marks. A lost member may have made its own first.
         ranks = range(current.num_nodes)
-        marks = self._records.look([f"{current.generation}/done/{rank}" for rank in ranks])
+        marks = self._records.look([f"{current.generation}/{what}/{rank}" for rank in ranks])
         return sum(
             mark is not None or rank in gone for rank, mark in zip(ranks, marks, strict=True)
         )

@@ -171,6 +171,10 @@ class WorkerFailure:
         """Whether it says only that a peer is gone; the cause may still arrive."""
         return not self.stopped_by_us and self.says() is not Says.CAUSE
 
+    def is_echo(self) -> bool:
+        """Whether it only reports a lost peer, or that the supervisor stopped it."""
+        return self.stopped_by_us or self.is_symptom()
+
     @property
     def accused(self) -> frozenset[int]:
         """The ranks that the exception's message blames."""

@@ -57,9 +57,7 @@ class Causes:
 
     def note_peers(self, failures: tuple[WorkerFailure, ...]) -> bool:
         """Another node's workers have failed. Returns whether these only report that they were stopped, or lost a peer."""
-        is_echo = bool(failures) and all(
-            each.is_symptom() or each.stopped_by_us for each in failures
-        )
+        is_echo = bool(failures) and all(each.is_echo() for each in failures)
         if not (is_echo and self.of_peers):
             self.of_peers = failures
         return is_echo
@@ -112,6 +110,6 @@ class Causes:
             left_early = tuple(sorted(each.rank for each in ordered if each.left_early))
         failures = tuple(each for each in ordered if not each.left_early or each is ordered[0])
         # Workers that only lost their peers, or were stopped, are not to blame.
-        blameless = all(each.stopped_by_us or each.is_symptom() for each in failures)
+        blameless = all(each.is_echo() for each in failures)
         reason = self.not_of_workers or (self.lost if blameless else "")
         return WhyFailed(failures, reason, left_early)

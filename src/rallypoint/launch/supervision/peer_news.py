@@ -83,8 +83,8 @@ class PeerNews:
         match event:
             case PeerEvent("all_done"):
                 self._decide(policy.PeersDone())
-            case PeerEvent("told", node_rank, generation):
-                self._shared_stop.hear(node_rank, generation)
+            case PeerEvent("told", _, generation):
+                self._shared_stop.hear(generation)
             case PeerEvent("stopped", node_rank):
                 self._signals.peers_stop = True
                 if state.aim is not Aim.SIGNALLED:

@@ -51,8 +51,6 @@ class SharedStop:
         self._coordination = coordination
         self._decide = decide
         self._matters = matters
-        self._generation = -1
-        self._told: set[int] = set()  # nodes, in that generation
         self._waits = False
 
     def begin(self, number: int) -> bool:
@@ -77,15 +75,9 @@ class SharedStop:
         self._loop.after(MOMENT, lambda: self._end(everywhere=False))
         return True
 
-    def hear(self, node_rank: int, generation: int) -> None:
-        """A node was told to stop, maybe this one."""
-        state = self._now.state
-        if generation != state.generation:
-            return
-        if generation != self._generation:
-            self._generation, self._told = generation, set()
-        self._told.add(node_rank)
-        if len(self._told) >= state.nodes:
+    def hear(self, generation: int) -> None:
+        """All nodes of a generation were told to stop."""
+        if generation == self._now.state.generation:
             self._end(everywhere=True)
 
     def _end(self, *, everywhere: bool) -> None:

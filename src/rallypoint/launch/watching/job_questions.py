@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rallypoint._core import clock, progress, side_thread
 from rallypoint._core.rank_words import in_words
@@ -16,6 +18,9 @@ from rallypoint.launch.coordination import node_answers
 from rallypoint.launch.coordination.interface import Coordination, NodeAsked, RoundReady
 from rallypoint.launch.generation import Worker
 
+
+if TYPE_CHECKING:
+    from rallypoint.control.logs.log_readers import LogReaders
 
 # What another node may take longer, for the way there and back.
 WAY = 2.0
@@ -48,6 +53,7 @@ class JobQuestions:
         self._coordination = coordination
         self._still = still
         self._slowness = slowness
+        self._log_readers: LogReaders | None = None
 
     def everywhere(
         self, question: Mapping[str, Any], workers: Iterable[Worker], ready: RoundReady | None
@@ -95,7 +101,8 @@ class JobQuestions:
             patience = _patience(question)
             asked = {key: question.get(key) for key in _PASSED_ON}
             with ThreadPoolExecutor(1, thread_name_prefix="rally-nodes") as beside:
-                others = beside.submit(self._coordination.ask_nodes, asked, patience + WAY)
+                ask = self._coordination.ask_nodes
+                others = beside.submit(ask, asked, patience + WAY, _nodes_of(question, ready))
                 found = own()
                 told = others.result()
             gone = set(ended)
@@ -125,9 +132,13 @@ class JobQuestions:
         """
         if ready is None or len(ready.workers_of_nodes) < 2:
             return lambda: {"nodes": {}}
-        asked = {key: question.get(key) for key in ("ask", "generation", "since", "places")}
+        from rallypoint.control.logs import log_answers
+
+        asked = {key: question.get(key) for key in _OF_LOGS}
+        asked["room"] = log_answers.room(len(ready.workers_of_nodes))
         patience = _patience(question)
-        return lambda: {"nodes": self._coordination.ask_nodes(asked, patience)}
+        nodes = _nodes_of(question, ready)
+        return lambda: {"nodes": self._coordination.ask_nodes(asked, patience, nodes)}
 
     def answer(
         self,
@@ -166,16 +177,17 @@ class JobQuestions:
         side_thread.begin(look, "rally-stacks")  # else this node is silent
 
     def _answer_logs(self, asked: NodeAsked, ready: RoundReady | None, folder: Path | None) -> None:
-        from rallypoint.control.logs import log_answers
+        if self._log_readers is None:
+            from rallypoint.control.logs.log_readers import LogReaders  # as above
 
-        every = asked.question.get("places")
-        node = "" if ready is None else str(ready.node_rank)
-        own = every.get(node) if isinstance(every, dict) else None
-        places = own if isinstance(own, dict) else {}
+            self._log_readers = LogReaders()
+        readers, node_rank = self._log_readers, -1 if ready is None else ready.node_rank
 
         def look() -> None:
+            told = readers.answer(folder, asked.question, node_rank)
+            if told is None:
+                return  # who asked has given up
             try:
-                told = log_answers.told(folder, places, asked.question)
                 self._coordination.answer(asked, told)
             except (RallyError, OSError, ValueError):
                 pass  # as above
@@ -222,6 +234,15 @@ class JobQuestions:
             )
 
         return look
+
+
+def _nodes_of(question: Mapping[str, Any], ready: RoundReady | None) -> frozenset[int] | None:
+    """The nodes of the ranks that are asked about; None: all."""
+    ranks = _ranks(question)
+    if not ranks or ready is None:
+        return None
+    ends = list(itertools.accumulate(ready.workers_of_nodes))
+    return frozenset(bisect.bisect_right(ends, rank) for rank in ranks)
 
 
 def _ranks_of(nodes: Collection[int], ready: RoundReady | None) -> list[int]:
@@ -294,6 +315,7 @@ def collectives(worker: Worker) -> int | None:
     return None if worker.memory_fd is None else progress.collectives(worker.memory_fd)
 
 
+_OF_LOGS = ("ask", "generation", "since", "reader", "number", "missed")
 _PASSED_ON = (
     *("ask", "ranks", "native", "by_signal", "patience", "if_still", "seconds", "sampling"),
 )
