@@ -366,7 +366,8 @@ class Crowd:
             for fd, _ in poll.poll():
                 node = nodes[fd]
                 if node.dead or node.left:
-                    poll.unregister(fd)
+                    with contextlib.suppress(OSError):  # it is closed
+                        poll.unregister(fd)
                     continue
                 with self._lock:
                     node.hear()
