@@ -417,8 +417,10 @@ def test_asynchronous_generators_that_wait_take_no_threads_and_end_with_their_st
             each.close()
         eventually(lambda: rpc.rpc_sync("w1", seen) == ["closed"] * 20, 10 * pace())
         # Also at its deadline.
+        stream = rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.5 * pace())
+        assert next(stream) == 0.0  # a call that comes after its deadline would not begin
         with pytest.raises(rpc.RpcTimeout):
-            list(rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.2))
+            next(stream)
         eventually(lambda: len(rpc.rpc_sync("w1", seen)) == 21, 10 * pace())
 
     pair.on(0, case)
