@@ -93,6 +93,24 @@ async def waits_later(seconds: float) -> AsyncIterator[float]:
         happened.append("closed")
 
 
+async def tidies_up(seconds: float) -> AsyncIterator[float]:
+    try:
+        yield 0.0
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(seconds)
+        happened.append("tidy")
+
+
+async def tidies_up_once(seconds: float) -> None:
+    happened.append("begun")
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(seconds)
+        happened.append("tidy")
+
+
 async def next_of_queue() -> AsyncIterator[int]:
     while True:
         yield await queue().get()
@@ -401,6 +419,25 @@ def test_streams_that_nobody_reads_keep_no_thread_from_working(pair):
             assert [rpc.rpc_sync("w1", double, (i,)) for i in range(20)] == list(range(0, 40, 2))
         assert [next(each) for each in streams] == [0] * 10
         assert [sum(each) for each in streams] == [sum(range(100))] * 10
+
+    pair.on(0, case)
+
+
+@pytest.mark.parametrize("kind", ["stream", "call"])
+def test_what_is_cancelled_before_its_deadline_has_the_time_to_clean_up(pair, kind):
+    """The deadline comes while it does."""
+
+    def case():
+        limit = pace()
+        if kind == "stream":
+            stream = rpc.rpc_stream("w1", tidies_up, (2 * limit,), timeout=limit)
+            assert next(stream) == 0.0
+            stream.close()
+        else:
+            future = rpc.rpc_async("w1", tidies_up_once, (2 * limit,), timeout=limit)
+            eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun"], 5)
+            assert future.cancel()
+        eventually(lambda: "tidy" in rpc.rpc_sync("w1", seen), 5)
 
     pair.on(0, case)
 
