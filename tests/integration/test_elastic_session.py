@@ -1276,7 +1276,9 @@ with elastic.session(net, optimizer) as session:
 
 
 def test_leaving_the_loop_behind_a_step_that_was_left_is_an_error(tmp_path: Path) -> None:
-    done = alone(tmp_path, STRAYED, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    done = alone(
+        tmp_path, STRAYED, "-m", "rallypoint", "run", "--nproc-per-node", "2", "--max-losses", "1"
+    )
     assert done.returncode != 0
     assert "was left (break, return) behind a step that a loss had ended" in done.stderr
 

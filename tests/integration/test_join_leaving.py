@@ -234,5 +234,8 @@ def test_an_error_on_one_rank_alone_ends_the_others_when_it_ends(mode: str) -> N
         found = ranks.outcomes(case)
     assert found[1] == (False, "its process has ended")
     for ok, text in (found[0], found[2]):
-        assert not ok, text  # torch's own error, from the connection that closed
-        assert "Connection closed by peer" in text or "Connection reset" in text
+        # torch's own error, from the connection that closed. In a ring, a rank may have sent all that the dead one needs, and
+        # wait for the other one, which has failed by then, and whose process goes on here: then its time runs out.
+        assert not ok, text
+        said = ("Connection closed by peer", "Connection reset", "Timed out waiting")
+        assert any(each in text for each in said), text

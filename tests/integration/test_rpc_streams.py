@@ -93,6 +93,24 @@ async def waits_later(seconds: float) -> AsyncIterator[float]:
         happened.append("closed")
 
 
+async def tidies_up(seconds: float) -> AsyncIterator[float]:
+    try:
+        yield 0.0
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(seconds)
+        happened.append("tidy")
+
+
+async def tidies_up_once(seconds: float) -> None:
+    happened.append("begun")
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        await asyncio.sleep(seconds)
+        happened.append("tidy")
+
+
 async def next_of_queue() -> AsyncIterator[int]:
     while True:
         yield await queue().get()
@@ -405,6 +423,25 @@ def test_streams_that_nobody_reads_keep_no_thread_from_working(pair):
     pair.on(0, case)
 
 
+@pytest.mark.parametrize("kind", ["stream", "call"])
+def test_what_is_cancelled_before_its_deadline_has_the_time_to_clean_up(pair, kind):
+    """The deadline comes while it does."""
+
+    def case():
+        limit = pace()
+        if kind == "stream":
+            stream = rpc.rpc_stream("w1", tidies_up, (2 * limit,), timeout=limit)
+            assert next(stream) == 0.0
+            stream.close()
+        else:
+            future = rpc.rpc_async("w1", tidies_up_once, (2 * limit,), timeout=limit)
+            eventually(lambda: rpc.rpc_sync("w1", seen) == ["begun"], 5)
+            assert future.cancel()
+        eventually(lambda: "tidy" in rpc.rpc_sync("w1", seen), 5)
+
+    pair.on(0, case)
+
+
 def test_asynchronous_generators_that_wait_take_no_threads_and_end_with_their_stream(pair):
     """The callee has two threads."""
 
@@ -417,8 +454,10 @@ def test_asynchronous_generators_that_wait_take_no_threads_and_end_with_their_st
             each.close()
         eventually(lambda: rpc.rpc_sync("w1", seen) == ["closed"] * 20, 10 * pace())
         # Also at its deadline.
+        stream = rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.5 * pace())
+        assert next(stream) == 0.0  # a call that comes after its deadline would not begin
         with pytest.raises(rpc.RpcTimeout):
-            list(rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.2))
+            next(stream)
         eventually(lambda: len(rpc.rpc_sync("w1", seen)) == 21, 10 * pace())
 
     pair.on(0, case)

@@ -68,10 +68,15 @@ class CoroutineLoop:
             task = loop.create_task(coroutine, context=context)
             self._count += 1
             deadline = request.call.deadline
+            is_stopped = False
 
             def stop() -> None:
-                leave()
-                task.cancel()
+                # Once: it may be cancelled shortly before its deadline, and a second time would cut its cleanup short.
+                nonlocal is_stopped
+                if not is_stopped:
+                    is_stopped = True
+                    leave()
+                    task.cancel()
 
             if deadline is not None:
 
