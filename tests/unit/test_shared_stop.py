@@ -36,7 +36,7 @@ class Node:
         self.now.state = policy.decide(0.0, self.now.state, event).state
 
     def after(self, delay: float, call: Callable[[], None]) -> None:
-        assert delay == MOMENT
+        assert MOMENT < delay < 1.1 * MOMENT
         self.moment_over = call
 
     def can_save(self, _: Generation) -> bool:

@@ -19,8 +19,8 @@ from .kept_workers import KeptWorkers
 from .situation import Situation
 
 
-# Seconds from the first node that is told to the last.
-MOMENT = 1.0
+# Seconds from the first node that is told to the last; and more for each node: all of them tell it to one store.
+MOMENT, PER_NODE = 1.0, 0.002
 
 
 class SharedStop:
@@ -72,7 +72,8 @@ class SharedStop:
         if self._kept.can_save(self._now.workers):
             self._kept.tell_of_stop(self._now.workers)
         self._coordination.tell("told", state.generation, ())
-        self._loop.after(MOMENT, lambda: self._end(everywhere=False))
+        moment = MOMENT + PER_NODE * state.nodes
+        self._loop.after(moment, lambda: self._end(everywhere=False))
         return True
 
     def hear(self, generation: int) -> None:
