@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import zlib
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.launch.coordination import node_answers
+from rallypoint.launch.coordination.interface import LoneNode, RoundReady
+from rallypoint.launch.watching.job_questions import JobQuestions
 
 
 JSON = st.recursive(
@@ -98,3 +101,31 @@ def test_who_has_ended_is_read_with_care(
     body: dict[str, object] | None, expected: set[int]
 ) -> None:
     assert node_answers.ended(body) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [([], None), ([0], {0}), ([3], {0}), ([4], {1}), ([11], {3}), ([0, 5, 4, 9], {0, 1, 3})],
+)
+def test_only_the_nodes_of_the_ranks_that_are_meant_are_asked(
+    ranks: list[int], nodes: set[int] | None
+) -> None:
+    asked: list[Any] = []
+
+    class Others(LoneNode):
+        def ask_nodes(self, question: Any, patience: float, nodes: Any = None) -> Any:
+            asked.append(nodes)
+            return {}
+
+    ready = RoundReady(
+        generation=0,
+        node_rank=0,
+        workers_of_nodes=(4, 4, 1, 3),
+        master_addr="",
+        master_port=0,
+    )
+    others = Others()
+    questions = JobQuestions(others, dict, dict)
+    questions.logs({"ask": "logs", "ranks": ranks}, ready)()
+    assert asked == [nodes]
+    others.close("")
