@@ -41,6 +41,7 @@ def main() -> NoReturn:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
         _servers_modules[name] = sys.modules.pop(name)
     importlib.import_module("rallypoint.launch.cli")
+    importlib.import_module("rallypoint.launch.run_command")
     importlib.import_module("rallypoint.launch.supervisor")
     os.environ.pop("ROOM", None)
     gc.collect()

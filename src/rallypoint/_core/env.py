@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 
 # The variables that `rally` reads, besides PET_<FLAG> (each torchrun flag) and those of the cluster
@@ -73,19 +72,21 @@ def _apply(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-@dataclass(slots=True)
-class Reads:
+class Reads:  # importing dataclasses would take longer than the rest of `rally --help`
     """What a block has read and changed of the environment, through ``os.environ`` and ``os.getenv``.
 
     Args:
+        before: the environment at its start.
+
+    Attributes:
         names: the variables it read.
         everything: it listed all of them.
-        before: the environment at its start.
     """
 
-    names: set[str] = field(default_factory=set)
-    everything: bool = False
-    before: dict[str, str] = field(default_factory=dict)
+    def __init__(self, before: dict[str, str]) -> None:
+        self.names: set[str] = set()
+        self.everything = False
+        self.before = before
 
     def changes(self) -> dict[str, str | None]:
         """The variables that are different now; None for those it unset."""

@@ -1,6 +1,6 @@
 """Start, watch, restart and explain the worker processes of a job.
 
-``rally run`` is :mod:`rallypoint.launch.cli`; function launches are :func:`launch_subprocesses`.
+``rally run`` is :mod:`rallypoint.launch.run_command`; function launches are :func:`launch_subprocesses`.
 Importing this package does not import torch and has no effect.
 """
 

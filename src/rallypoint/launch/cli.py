@@ -1,27 +1,17 @@
-"""The command ``rally``: from a command line to a running job, and from its end to an exit code."""
+"""The command ``rally``: from a command line to the command that it means, and from its end to an exit code.
+
+Each command imports what it needs: somebody waits for ``rally --help``.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
-import socket
 import sys
-import uuid
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
+from rallypoint._core import env as environment, standard_streams
 from rallypoint.errors import ConfigError, RallyError
-
-from .command_line import flags
-from .config import LaunchConfig
-from .hosts import report_file
-from .hosts.call_files import Answer, CallFiles
-
-
-if TYPE_CHECKING:
-    from .supervision.job_end import Outcome
 
 
 _USAGE = """\
@@ -74,6 +64,8 @@ def _exit_code(words: list[str]) -> int:
         _say(str(error))
         return 1
     except (OSError, RuntimeError) as error:
+        from rallypoint._core import limits
+
         reached = limits.explain(error)
         if reached is None:
             raise
@@ -87,6 +79,8 @@ def _dispatch(words: list[str]) -> int:
     command = words[0] if words else ""
     match command:
         case "run":
+            from .run_command import run
+
             return run(words[1:])
         case "stacks":
             from rallypoint.control.stacks import command as stacks
@@ -118,6 +112,8 @@ def _dispatch(words: list[str]) -> int:
 
             return page_server.command(words[1:], _print)
         case "doctor":
+            from rallypoint._core import logs
+
             from .doctor import command as doctor
 
             logs.set_up(environment.snapshot())
@@ -170,6 +166,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _no_such_command(words: list[str]) -> ConfigError:
+    import difflib
+
     command = words[0]
     if command.startswith("-") or os.path.exists(command):
         hint = "did you mean: rally run " + " ".join(words)[:60]
@@ -179,106 +177,6 @@ def _no_such_command(words: list[str]) -> ConfigError:
     return ConfigError("command", command, "no such command", hint)
 
 
-def run(words: Sequence[str]) -> int:
-    """``rally run``. Returns the exit code: the root cause's, 0, 128 + signal, or 2."""
-    given = flags.parse(words)
-    if given.help:
-        from rallypoint.rendezvous.catalogue import catalogue
-
-        _print(flags.help_text(catalogue.backends()))
-        return 0
-    if (problem := limits.working_directory()) is not None:
-        raise ConfigError("working directory", None, problem, "cd to another one")
-    report_fd, files = report_file.inherited(), CallFiles.inherited()
-    env = environment.snapshot()
-    logs.set_up(env)
-    event_sinks.check(env)
-    if not {"--hosts", "--hostfile"}.isdisjoint(given.values):
-        from .hosts import launcher
-
-        return launcher.run(given, env, _say)
-    from .command_line.settings import config_from
-
-    config, remarks = config_from(
-        given, env, files.path if files is not None and files.call is not None else None
-    )
-    for remark in remarks:
-        _say(remark)
-    if config.avoid_hosts is not None:
-        from .avoidance import own_host
-
-        if own_host.is_left_out(config, env, _say):
-            return 0
-    if "--preflight" in given.values:
-        from .doctor import command as doctor
-
-        if not doctor.preflight(config, _say):
-            return 1
-    return launch(config, report_fd, files)
-
-
-def launch(
-    config: LaunchConfig, report_fd: int | None = None, files: CallFiles | None = None
-) -> int:
-    """Run a job from this terminal and print how it failed, if it did.
-
-    Args:
-        config: the job.
-        report_fd: where the report goes instead: to the terminal of another host.
-        files: what workers call, if that came from another host, and what goes back there.
-    """
-    from .coordination.coordinator import coordination_for
-    from .output.console import Console
-    from .policy import Aim
-    from .supervisor import Supervisor
-
-    say = _say_json if config.logs.as_json else _say
-    coordination = coordination_for(config, say)
-    supervisor = Supervisor(
-        config,
-        coordination=coordination,
-        console=Console(),
-        say=say,
-        token=uuid.uuid4().hex,
-        payload_fd=None if files is None else files.call,
-    )
-    outcome = supervisor.run()
-    text = _report_text(outcome, in_colour=_colour() and not config.logs.as_json)
-    if report_fd is not None:
-        troubles = tuple(each.to_json() for each in outcome.troubles)
-        report_file.write(report_fd, report_file.HostEnd(text, troubles))
-    if files is not None:
-        report = None if outcome.report is None else outcome.report.to_json()
-        answer = Answer(results=outcome.results, first_rank=outcome.first_rank, report=report)
-        files.write(answer.to_bytes())
-    if outcome.aim is Aim.SUCCEED:
-        return 0
-    code = _tell_end(outcome, text if report_fd is None else "", say)
-    if code in config.requeue_on and outcome.ends_job:
-        from .placement.requeue import requeue
-
-        requeue(code, environment.snapshot(), say, is_first=outcome.first_rank == 0)
-    return code
-
-
-def _report_text(outcome: Outcome, *, in_colour: bool) -> str:
-    report = outcome.report
-    return "" if report is None else report.text(width=_width(), colour=in_colour)
-
-
-def _tell_end(outcome: Outcome, report: str, say: Callable[..., None]) -> int:
-    """Print why the job has failed, unless another host's terminal does, or was stopped. Returns its exit code."""
-    if report:
-        say(report, bare=True)
-    if outcome.report is not None:
-        return outcome.report.exit_code
-    number = outcome.signal or 15
-    import signal
-
-    say(f"stopped by {signal.Signals(number).name}; all workers have ended")
-    return 128 + number
-
-
 def _fill_standard_descriptors() -> None:
     """`rally … 2>&-`: else a pipe of ours would become descriptor 2, and workers' stderr lead there."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -286,30 +184,8 @@ def _fill_standard_descriptors() -> None:
     os.close(fd)
 
 
-def _width() -> int:
-    try:
-        return min(os.get_terminal_size(2).columns, 120)
-    except OSError:
-        return 100
-
-
-def _colour() -> bool:
-    return standard_streams.has_colour(2, environment.snapshot())
-
-
 def _say(text: str, *, bare: bool = False) -> None:
     standard_streams.say(text if bare else f"rally: {text}")
-
-
-def _say_json(text: str, *, bare: bool = False) -> None:
-    """The same with ``--log-format json``."""
-    from rallypoint._core import clock, log_records
-
-    host = socket.gethostname()
-    origin = log_records.Origin(host=host, rank=-1, local_rank=-1, generation=-1, stream="rally")
-    now = clock.MONOTONIC.now()
-    record = log_records.pack(origin, clock.wall(), now, text.encode(errors="replace"))
-    _say(record.decode(), bare=True)
 
 
 def _print(text: str) -> None:
