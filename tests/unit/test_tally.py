@@ -124,10 +124,12 @@ def test_what_a_thousand_nodes_read_is_short() -> None:
 def test_if_all_nodes_fail_together_the_first_ones_tell(nodes: int, tellers: int) -> None:
     records = RecordStore(MemoryStore(), Codec("job", SECRET))
     tallies = [Tally(records, Round(0, rank, nodes), elastic=True) for rank in range(nodes)]
-    assert sum(each.may_tell("failures") for each in tallies) == tellers
-    assert tallies[-1].may_tell("symptoms"), "a cause is not kept back by symptoms, nor they by it"
+    assert sum(each.take_turn_to_tell("failures") for each in tallies) == tellers
+    assert tallies[-1].take_turn_to_tell("symptoms"), (
+        "a cause is not kept back by symptoms, nor they by it"
+    )
     later = Tally(records, Round(1, 0, nodes), elastic=True)
-    assert later.may_tell("failures"), "nor by what was in another generation"
+    assert later.take_turn_to_tell("failures"), "nor by what was in another generation"
 
 
 def test_a_stop_is_told_by_the_last_node_that_is_told_to_stop() -> None:

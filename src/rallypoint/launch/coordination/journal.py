@@ -50,9 +50,8 @@ class Journal:
         self._next = 0
         self._read: set[str] = set()  # ids of entries, but for those that matter for a moment only
         self._mark: tuple[int, str] | None = None  # place and id of the first of them
-        self._ahead: collections.deque[dict[str, Any]] = (
-            collections.deque()
-        )  # read, not asked for yet
+        # Read, and not asked for yet.
+        self._ahead: collections.deque[dict[str, Any]] = collections.deque()
         self._in_a_row = 0  # entries since the reader had to wait in vain, or found nothing ahead
         self.was_lost = False  # entries that nobody here has read may be gone
 

@@ -400,7 +400,7 @@ class PeerNodes:
         current = self._round
         if generation != current.generation or current.unheard:
             return
-        if self._tally().may_tell(kind):
+        if self._tally().take_turn_to_tell(kind):
             self._append("failed", generation, failures=told)
 
     def _count_told(self, generation: int) -> None:
@@ -426,7 +426,7 @@ class PeerNodes:
         """The job was told to stop here, maybe while this node waits for the others to form ``generation``."""
         current = self._round
         # The others are in the same position only if they wait for the same round.
-        if not current.unheard and not self._tally().may_tell(f"stopped {generation}"):
+        if not current.unheard and not self._tally().take_turn_to_tell(f"stopped {generation}"):
             return
         self._append("stopped", min(generation, current.generation), **more)
         if generation > current.generation and not current.unheard:

@@ -109,8 +109,8 @@ class Tally:
         self._mark("told")
         return self._marked("told", set()) >= self._round.num_nodes
 
-    def may_tell(self, what: str) -> bool:
-        """Whether others still have to hear from this node what several of them tell at once.
+    def take_turn_to_tell(self, what: str) -> bool:
+        """Count this node among those that have the same to tell. Returns whether others still have to hear it from this one.
 
         If all fail together, the first to say so are enough. If a thousand nodes told each other, that would be a
         million messages.
