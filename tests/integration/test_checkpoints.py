@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import Directory, storage_at
 from rallypoint.elastic import checkpoint_metadata
 from rallypoint.elastic.checkpoints import Checkpoints
+from rallypoint.errors import ElasticError
 from supervisors import Popen, run
 
 
@@ -244,7 +245,7 @@ def one_part(
     with contextlib.suppress(Stop):
         with elastic.session(net, checkpoint=where, checkpoint_every=1) as session:
             for epoch in session.epochs(epochs):
-                for batch in session.batches(loader):
+                for batch in session.batches(loader() if callable(loader) else loader):
                     if session.position == stop:
                         raise Stop
                     with session.step():
@@ -310,6 +311,92 @@ def test_loaders_that_keep_their_place_go_on_without_fetching_what_was_done(
         found += part
         torch.manual_seed(99)
     assert found == expected
+
+
+class Bar:
+    """A progress bar around a loader."""
+
+    def __init__(self, loader: Iterable[torch.Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self.loader
+
+
+class Pairs:
+    """The batches of two loaders at once."""
+
+    def __init__(self, *loaders: Iterable[torch.Tensor]) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(torch.cat, zip(*self.loaders, strict=True))
+
+
+def moved(loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for batch in loader:
+        yield batch.to("cpu")
+
+
+WITHIN: dict[str, Callable[..., Any]] = {
+    "bar": Bar,
+    "bars": lambda loader: Bar(Bar(loader)),
+    "pairs": lambda loader: Pairs(loader, Bar(loader)),
+    "generator": lambda loader: lambda: moved(loader),
+    "nothing": lambda loader: loader,
+}
+SHUFFLED: dict[str, Callable[[Any], Any]] = {
+    "sampler": lambda data: DataLoader(data, batch_sampler=elastic.Sampler(len(data), 4, seed=5)),
+    "generator": lambda data: DataLoader(
+        data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "workers": lambda data: DataLoader(
+        data, batch_sampler=elastic.Sampler(len(data), 4, seed=5), num_workers=1
+    ),
+}
+
+
+@pytest.mark.parametrize("loader", SHUFFLED)
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_loader_within_another_object_has_its_order(
+    within: str, loader: str, tmp_path: Path
+) -> None:
+    def made() -> Any:
+        return WITHIN[within](SHUFFLED[loader](Drawing()))
+
+    torch.manual_seed(1)
+    expected, _ = one_part(tmp_path / "calm", made(), -1, 3)
+    orders = [[int(each) for batch in expected[k : k + 8] for each in batch] for k in (0, 8, 16)]
+    assert orders[0] != orders[1] != orders[2]
+    torch.manual_seed(1)
+    found = []
+    for stop in (3, 8, 11, -1):
+        part, _ = one_part(tmp_path / "run", made(), stop, 3)
+        found += part
+        torch.manual_seed(99)
+    assert found == expected
+
+
+class Drawing(Dataset[float]):
+    """What it gives of a sample depends on a draw, as with a random transform."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, number: int) -> float:
+        return number + torch.rand(1).item() / 2
+
+
+@pytest.mark.parametrize("loader", ["sampler", "generator"])
+def test_a_loader_that_has_begun_is_an_error(loader: str, tmp_path: Path) -> None:
+    made = SHUFFLED[loader](Counted())
+    for begun in (enumerate(made), zip(made, range(9)), (each for each in made)):  # noqa: B905
+        with pytest.raises(ElasticError, match="has begun to iterate over a loader whose") as error:
+            one_part(tmp_path / "run", begun, -1)
+        assert str(error.value).endswith("instead of `session.batches(enumerate(loader))`")
+    plain = DataLoader(Counted(), batch_size=4)
+    with elastic.session(nn.Linear(1, 1)) as session:
+        assert len(list(session.batches(enumerate(plain)))) == 8
 
 
 def test_dcp_reads_it(tmp_path: Path) -> None:

@@ -350,6 +350,8 @@ ATTRIBUTES = {
     "_comm_hooks",
     "_has_rebuilt_buckets",
     "_iterator",
+    "_BaseDataLoaderIter",
+    "_index_sampler",
     "_inst",
     "_orig_mod",
     "_per_optimizer_states",
@@ -782,6 +784,14 @@ def test_whether_the_workers_of_a_loader_run_is_known_and_draws_are_alike() -> N
     # In the second iteration, and in a process that begins with it.
     assert order(first) == order(loader()) == at_the_start
     assert first.generator is None
+
+
+@pytest.mark.parametrize("size", [2, None])
+def test_what_gives_the_iterator_of_a_loader_its_indices_is_known(size: int | None) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=size)
+    expected = loader.sampler if size is None else loader.batch_sampler
+    assert of_elastic.sampler_of_iterator(iter(loader)) is expected
+    assert of_elastic.sampler_of_iterator(loader) is None
 
 
 def test_every_private_name_is_asked_for_above() -> None:

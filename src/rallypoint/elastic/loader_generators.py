@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .loaders import loaders_in
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -32,10 +34,13 @@ class Seen:
     state: bytes = b""
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """A loader's own generators, without the one that all share."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+def generators_of(given: Any) -> list[torch.Generator]:
+    """The own generators of a loader, or of those within an object that gives their batches; not the one that all share."""
+    owners: list[Any] = []
+    for loader in loaders_in(given):
+        batches = getattr(loader, "batch_sampler", None)
+        own = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        owners += own
     found: list[torch.Generator] = []
     for each in owners:
         it = getattr(each, "generator", None)

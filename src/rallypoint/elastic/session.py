@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -27,6 +28,7 @@ from .groups import KeptGroup
 from .keeping import Keeping
 from .leftover import Leftover
 from .loader_generators import LoaderGenerators, generators_of, restore, states_of
+from .loaders import begun_in, is_loader, loaders_in, sampler_of, samplers_in
 from .local_values import LocalValues
 from .meeting import Meeting, Recovery
 from .memory import Memory
@@ -655,6 +657,12 @@ class Session:
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
                 " that takes a lost one over, or the next start, can begin in the present epoch"
             )
+        if what := begun_in(loader):
+            raise ElasticError(
+                f"session.batches: a {type(loader).__name__} has begun to iterate over a loader whose {what} the session sets where the"
+                " loop begins; have the session's loop within: `enumerate(session.batches(loader))` instead of"
+                " `session.batches(enumerate(loader))`"
+            )
         if self._meeting is not None and self._objects.is_sharded and iter(loader) is loader:
             raise ElasticError(
                 f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss leads back to an earlier"
@@ -664,48 +672,70 @@ class Session:
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
         own = course.begin_batches()
-        sampler = _sampler_of(loader)
+        samplers = samplers_in(loaders_in(loader))
         if own is None or own.place.begun is None:
             self._ranks_before = None
             sizes: tuple[tuple[int, int], ...] = ()
-            if isinstance(sampler, Sampler):
-                sampler.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
-                sizes = sample_order.resized((), 0, sampler.num_ranks)
+            for each in samplers:
+                each.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
+                sizes = sample_order.resized((), 0, each.num_ranks)
             course.begin_at_first_batch(RandomState.now(), states_of(generators_of(loader)), sizes)
             return self._iterate(loader)
         self._keeping.begin_batches(anew=True)
         own.place.begun.restore()
         restore(generators_of(loader), own.place.own_begun)
         ranks_before, self._ranks_before = self._ranks_before, None
-        if ranks_before is not None and not isinstance(sampler, Sampler):
+        if ranks_before is not None and not samplers:
             own = self._rescaled(own, ranks_before)
             course.place = own.place
         self._behind_break = None if own.place.in_body else own.random
         keeps_place: Any = loader if own.loader else None
-        skips = not isinstance(sampler, Sampler) and keeps_place is None
-        if isinstance(sampler, Sampler):
-            own = self._resized(own, sampler)
-            first = 0 if keeps_place else own.place.batch
-            sampler.begin_at(own.place.epoch, first, own.place.sizes)
+        # What stands between a loader and its batches may take more than one for each, or fetch some ahead.
+        is_exact = any(each is sampler_of(loader) for each in samplers)
+        if samplers:
+            own = self._resized(own, samplers[0])
+        for each in samplers:
+            first = own.place.batch if is_exact and keeps_place is None else 0
+            is_whole = own.place.sizes[-1][1] == each.num_ranks  # not of a group of its own
+            each.begin_at(own.place.epoch, first, own.place.sizes if is_whole else None)
         if keeps_place is not None:
             keeps_place.load_state_dict(loader_state.restored(own.loader))
         iterator = self._iterate(loader)
-        for _ in range(own.place.batch if skips else 0):
+        for _ in range(0 if is_exact or keeps_place is not None else own.place.batch):
             next(iterator, None)
         own.random.restore()
         return iterator
 
     def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
+        with_workers = [
+            each for each in loaders_in(loader) if isinstance(each, DataLoader) and each.num_workers
+        ]
+        if with_workers and not is_loader(loader):
+            return self._iterate_within(loader, with_workers)
+        with self._starting_workers(with_workers):
+            return iter(loader)
+
+    def _iterate_within(self, given: Iterable[T], loaders: list[Any]) -> Iterator[T]:
+        """Of an object that holds loaders: it may ask for their iterators as late as with its first batch."""
+        with self._starting_workers(loaders):
+            iterator = iter(given)
+            first = list(itertools.islice(iterator, 1))
+        yield from first
+        yield from iterator
+
+    @contextmanager
+    def _starting_workers(self, loaders: list[Any]) -> Generator[None, None, None]:
+        """A block in which loaders start their worker processes."""
         with ExitStack() as stack:
-            if isinstance(loader, DataLoader) and loader.num_workers:
+            for loader in loaders:
                 stack.enter_context(samples.drawn_alike(loader))
-                sampler = _sampler_of(loader)
+                sampler = sampler_of(loader)
                 if isinstance(sampler, Sampler):
                     sampler.seeds_samples = True
                     stack.enter_context(samples.seeded(loader))
             if self._checkpoints is not None and self._kept is not None:
                 stack.enter_context(termination.kept_from_children())
-            return iter(loader)
+            yield
 
     def _resized(self, own: OwnState, sampler: Sampler) -> OwnState:
         """After a checkpoint, the epoch may go on with another number of ranks."""
@@ -799,12 +829,6 @@ def session(
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
     return Session(Objects(objects), process.current(), checkpoints, snapshot_every, copies)
-
-
-def _sampler_of(loader: Any) -> Any:
-    """Gives a loader the indices of each batch: its ``batch_sampler``, or with ``batch_size=None`` its ``sampler``."""
-    found = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None) if found is None else found
 
 
 _said: set[int] = set()

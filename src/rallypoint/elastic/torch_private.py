@@ -214,6 +214,14 @@ def has_workers(loader: Any) -> bool:
     return loader._iterator is not None
 
 
+def sampler_of_iterator(iterator: Any) -> Any:
+    """What gives the iterator of a DataLoader its indices; None if it is no such iterator."""
+    from torch.utils.data import dataloader
+
+    iterators: Any = dataloader._BaseDataLoaderIter
+    return iterator._index_sampler if isinstance(iterator, iterators) else None
+
+
 # -- other modules, tensors ---------------------------------------------------------------------------------------
 
 
