@@ -1,4 +1,4 @@
-"""Gradients that a step left although no optimizer had stepped: whether a later step uses them.
+"""Gradients that a step left although their optimizer had not stepped: whether a later step uses them.
 
 An optimizer's step may be left out: by a ``GradScaler`` that finds gradients which are not finite, or by a script that sees such a
 loss. Then the next step begins with ``zero_grad``, and nothing is lost with a process. If it adds to them instead, or an optimizer
@@ -9,7 +9,7 @@ The difference shows when the next gradient arrives: ``zero_grad`` comes right b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ class Leftover:
         self._objects = objects
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the parameter's id
         self._hooks: list[Any] = []
+        self._stepped: set[int] = set()  # ids of optimizers, in the step under way
         self.is_used = False
 
     def begin_step(self) -> None:
         """A step begins with effect: watch what it does with them."""
+        self._stepped.clear()
         self._left = {key: pair for key, pair in self._left.items() if _is_there(*pair)}
         for parameter, _ in self._left.values():
             if parameter.requires_grad:
@@ -52,8 +54,9 @@ class Leftover:
 
     def note_applied(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped. What has not arrived in this step, it has taken from an earlier one."""
+        self._stepped.add(id(optimizer))
         if self._left:
-            self._meet(each for group in optimizer.param_groups for each in group["params"])
+            self._meet(_parameters_of([optimizer]))
 
     def end_step(self) -> None:
         """It has ended, in whichever way."""
@@ -61,13 +64,22 @@ class Leftover:
             hook.remove()
         self._hooks = []
 
-    def add(self, left: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """A step has ended, and no optimizer has stepped in it.
+    def add(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> None:
+        """A step has ended, and is complete.
 
         Args:
-            left: parameters and gradients (:meth:`.Objects.accumulated`).
+            before: the gradients that it found (:meth:`.Objects.gradients`).
         """
-        self._left.update((id(pair[0]), pair) for pair in left)
+        stepped = [each for each in self._objects.optimizers if id(each) in self._stepped]
+        others = [each for each in self._objects.optimizers if id(each) not in self._stepped]
+        if not others:
+            return
+        left = ((id(pair[0]), pair) for pair in self._objects.accumulated(before))
+        if stepped:
+            waiting = {id(each) for each in _parameters_of(others)}
+            waiting -= {id(each) for each in _parameters_of(stepped)}
+            left = (pair for pair in left if pair[0] in waiting)
+        self._left.update(left)
 
     def _meet(self, parameters: Iterable[torch.Tensor]) -> None:
         """New gradients arrive there: has anybody thrown away the old ones?"""
@@ -79,3 +91,9 @@ class Leftover:
 
 def _is_there(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
     return parameter.grad is grad and torch_private.is_gradient(grad)
+
+
+def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]

@@ -496,12 +496,11 @@ class Session:
         begun = None if self._meeting is None else self._meeting.begun
         if begun is None or not self._objects.optimizers:
             return
-        if not self._applied:
-            self._leftover.add(self._objects.accumulated(begun.gradients))
+        self._leftover.add(begun.gradients)
         if self._leftover.is_used:
             raise ElasticError(
-                "a step ended with gradients, and no optimizer of the session has stepped: they would be lost with a"
-                " process. Put all passes of an accumulation into one session.step()"
+                "a step ended with gradients, and their optimizer has not stepped in it, but a later step uses them: they would be"
+                " lost with a process. Put all passes of an accumulation into one session.step()"
             )
 
     def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
