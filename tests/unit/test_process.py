@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -326,3 +327,37 @@ def test_a_name_that_is_cut_within_a_character_is_read(tmp_path: Path) -> None:
         assert usage.usage(child.pid)["state"] in "SR"
         assert surroundings.counters(child.pid) is not None
         child.communicate(b"x\n")
+
+
+# -- processes that clean up ----------------------------------------------------------------------------------------
+
+# Takes the CPU for as long as a start of Python may on a busy host, and then waits for ever. The first line says that it works.
+CLEANER = (
+    "import sys, time; 'resource_tracker import main'; print('up', flush=True)\n"
+    "end = time.monotonic() + float(sys.argv[1])\n"
+    "while time.monotonic() < end: pass\n"
+    "print('done', flush=True); sys.stdin.read()"
+)
+
+
+def end_of(child: subprocess.Popen[str], ending: process.Ending) -> bool:
+    """Ends it as it is due; whether it had done its work."""
+    while child.poll() is None:
+        process.send(ending.due([child.pid]), signal.SIGKILL)
+        time.sleep(0.05)
+    assert child.stdout is not None
+    return child.stdout.read() == "done\n"
+
+
+def test_one_that_cleans_up_is_ended_only_once_it_does_nothing() -> None:
+    with started(CLEANER, "1.5") as child, started(WAIT) as user:
+        assert first_line(child) == first_line(user) == "up"
+        ending = process.Ending(60.0)
+        assert ending.due([child.pid, user.pid]) == [user.pid]
+        assert end_of(child, ending)
+
+
+def test_one_that_cleans_up_for_ever_is_ended() -> None:
+    with started(CLEANER, "inf") as child:
+        assert first_line(child) == "up"
+        assert not end_of(child, process.Ending(1.0))

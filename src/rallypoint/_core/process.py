@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 # In the command lines of processes that remove what others have left: multiprocessing's, loky's, torch's.
 _CLEANERS = (b"resource_tracker import main", b"torch_shm_manager")
-# How long they have once the others are gone. The end of a pipe tells them; that takes milliseconds.
+# How long they may wait once the others are gone. The end of a pipe tells them; that takes milliseconds.
 _CLEAN_UP = 0.5
 
 
@@ -357,10 +357,16 @@ def cleans_up(pid: int) -> bool:
 
 class Ending:
     """Who is to be killed when. Processes that clean up after others get a moment once these have ended: otherwise what
-    was shared stays in /dev/shm for ever."""
+    was shared stays in /dev/shm for ever.
 
-    def __init__(self) -> None:
-        self._patience: clock.Deadline | None = None
+    Args:
+        patience: seconds for those that are at work, or that have only begun and want a CPU. One that waits has half a second.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._most = patience
+        self._end: clock.Deadline | None = None
+        self._waits: clock.Deadline | None = None
 
     def due(self, pids: Iterable[int]) -> list[int]:
         """Those to kill now.
@@ -371,11 +377,13 @@ class Ending:
         left = list(pids)
         users = [pid for pid in left if not cleans_up(pid)]
         if users or not left:
-            self._patience = None
+            self._end = self._waits = None
             return users
-        if self._patience is None:
-            self._patience = clock.Deadline(_CLEAN_UP)
-        return left if self._patience.expired() else []
+        if self._end is None:
+            self._end = clock.Deadline(self._most)
+        if self._waits is None or any(state(pid) in ("R", "D") for pid in left):
+            self._waits = clock.Deadline(_CLEAN_UP)
+        return left if self._end.expired() or self._waits.expired() else []
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -120,7 +120,7 @@ class ForkServer:
         self._lasting: set[int] = set()  # the job's stores: only the supervisor ends them
         self._sweep_kill_at: float | None = None  # set during the grace period of a sweep
         self._sweep_give_up_at: float | None = None
-        self._ending = process.Ending()
+        self._ending = process.Ending(KILL_PATIENCE - 1.0)
         self._wakeup_read, self._wakeup_write = -1, -1
         self._supervisor = supervisor
         self._unserved: set[int] = set()  # descriptors of requests not yet handled

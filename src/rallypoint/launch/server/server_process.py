@@ -327,7 +327,7 @@ class ServerProcess:
         Returns:
             Pids of processes that are still running.
         """
-        deadline, ending = clock.Deadline(patience), process.Ending()
+        deadline, ending = clock.Deadline(patience), process.Ending(patience - 0.5)
         self.wait(0)
         while True:
             left = self._left()
