@@ -236,6 +236,22 @@ def test_an_epoch_with_several_loops_goes_on_in_the_one_that_was_under_way(tmp_p
             assert len(data[0].fetched) == (30 if stop == 5 else 0)
 
 
+def test_a_second_loop_over_epochs_goes_on_where_the_first_one_ended(tmp_path: Path) -> None:
+    def counted(*counts: int) -> list[int]:
+        found = []
+        with elastic.session(nn.Linear(1, 1), checkpoint=tmp_path) as session:
+            for count in counts:
+                for epoch in session.epochs(count):
+                    with session.step():
+                        found.append(epoch)
+        return found
+
+    with pytest.raises(ElasticError, match=r"write session\.epochs\(5\) for 2 more"):
+        counted(3, 2)
+    assert counted(0, 3, 5) == [0, 1, 2, 3, 4]
+    assert counted(0, 3, 5, 6) == [5]
+
+
 def one_part(
     where: Path, loader: Any, stop: int, epochs: int = 2
 ) -> tuple[list[list[int]], list[int]]:
@@ -700,6 +716,27 @@ def test_two_models_and_objects_of_any_kind(tmp_path: Path) -> None:
     assert list(dict(made()[1].named_parameters())) == ["_orig_mod.weight", "_orig_mod.bias"]
     record = json.loads((tmp_path / name_of(1) / RECORD).read_text())
     assert record["objects"] == ["model", "model_2", "optimizer", "scaler", "odd"]
+
+
+def test_parameters_of_no_module_are_in_it(tmp_path: Path) -> None:
+    def trained(steps: int) -> list[Any]:
+        torch.manual_seed(0)
+        net, scale = nn.Linear(2, 1), torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.Adam([scale, *net.parameters()])
+        with elastic.session(net, optimizer, checkpoint=tmp_path / "run") as session:
+            while session.position < steps:
+                with session.step():
+                    (net(torch.ones(1, 2)) * scale).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [scale.item(), *net.weight.flatten().tolist()]
+
+    trained(2)
+    resumed = trained(5)
+    record = json.loads((tmp_path / "run" / name_of(5) / RECORD).read_text())
+    assert record["objects"] == ["model", "optimizer", "parameters"]
+    shutil.rmtree(tmp_path / "run")
+    assert trained(5) == resumed
 
 
 def test_a_named_tuple_costs_the_checkpoint_only(tmp_path: Path, caplog: Any) -> None:

@@ -85,7 +85,15 @@ class Sparse(nn.Module):
     def forward(self, x):
         return self.embedding(torch.arange(8)[: len(x)] % 5)
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.seldom = nn.Linear(4, 2), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.lin(x) + (self.seldom(x) if session.position % 4 == 0 else 0.0)
+
 nets = {
+    "heads": Heads(),
     "swapped": nn.Linear(4, 2),
     "sparse": Sparse(),
     "grown": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
@@ -94,11 +102,18 @@ nets = {
     "mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
     "unfrozen": Unfrozen(),
 }
-nets = {name: DDP(net, find_unused_parameters=name == "unfrozen") for name, net in nets.items()}
+nets = {name: DDP(net, find_unused_parameters=name in ("unfrozen", "heads")) for name, net in nets.items()}
 nets["unfrozen"].module.back.requires_grad_(False)
 optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers["mode"], lambda step: np.cos(step / 20))
+# A gradient of zeros is no missing one for it.
+optimizers["heads"] = torch.optim.SGD(
+    nets["heads"].parameters(), lr=0.05, momentum=0.9, weight_decay=0.1
+)
 optimizers["grown"] = torch.optim.Adam(nets["grown"].module[1].parameters())
+# Of no module.
+temperature = torch.ones(1, requires_grad=True)
+optimizers["temperature"] = torch.optim.SGD([temperature], lr=0.02)
 mode, average = nets["mode"], torch.zeros(2, 4)
 data = [torch.randn(8, 4) for _ in range(4)]
 
@@ -137,15 +152,18 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
             with session.step():
                 x = x + rank
                 loss = sum(net(x).sub(1).square().mean() for net in nets.values())
+                loss = loss * (1 + (temperature - x.mean()).square().sum() / 100)
                 fault("backward")
                 if len(session.history) > 1:
                     fault("backward again")
                 loss.backward()
+                dist.all_reduce(temperature.grad)
                 fault("behind")
                 for each in optimizers.values():
                     each.step()
-                for net in nets.values():
-                    net.zero_grad()
+                for name, net in nets.items():
+                    net.zero_grad(set_to_none=name != "heads")
+                optimizers["temperature"].zero_grad()
                 scheduler.step()
         session.run(validate) if epoch != 1 else evaluate()
     end = {
@@ -156,6 +174,7 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
         ]
         for name, net in nets.items()
     }
+    end["temperature"] = temperature.item()
     end["steps"] = session.position
     end["count"] = nets["extra"].module.count
     end["rate"] = scheduler.get_last_lr()[0]
@@ -221,6 +240,8 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "sparse",
         "grown",
         "swapped",
+        "heads",
+        "temperature",
     ],
 )
 def test_the_end_is_that_of_a_run_without_losses(

@@ -92,7 +92,9 @@ def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
     net = torch.nn.Linear(2, 2)
     assert Objects([net]).is_sharded
     monkeypatch.setattr(torch_private, "local_optimizer", lambda _: None)
-    zero = Objects([torch.optim.SGD(net.parameters())])
+    with pytest.raises(ElasticError, match="sharded parameters that belong to no module"):
+        Objects([torch.optim.SGD(net.parameters())])
+    zero = Objects([net, torch.optim.SGD(net.parameters())])
     checkpoints = Checkpoints("somewhere", every=1, keep=1)
     with pytest.raises(ElasticError, match="cannot keep a ZeroRedundancyOptimizer"):
         Session(zero, None, checkpoints)

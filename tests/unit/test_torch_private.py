@@ -384,6 +384,7 @@ ATTRIBUTES = {
     "_join_config",
     "_module_parameters",
     "_param_to_rank",
+    "_parameters",
     "_pytree",
     "_reconstruct",
     "_scale",
@@ -784,6 +785,14 @@ def test_whether_the_workers_of_a_loader_run_is_known_and_draws_are_alike() -> N
     # In the second iteration, and in a process that begins with it.
     assert order(first) == order(loader()) == at_the_start
     assert first.generator is None
+
+
+def test_a_module_holds_a_tensor_that_is_no_parameter() -> None:
+    module, loose = torch.nn.Module(), torch.ones(2, requires_grad=True)
+    of_elastic.hold(module, "0", loose)
+    assert [*module.parameters()] == [loose] and next(module.parameters()) is loose
+    module.load_state_dict({"0": torch.zeros(2)})
+    assert loose.tolist() == module.state_dict()["0"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("size", [2, None])

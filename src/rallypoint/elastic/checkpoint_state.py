@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.errors import ElasticError
 
 from . import optimizer_state, torch_private
+from .loose_parameters import LooseParameters
 from .plain_data import of_kind, plain
 from .shards import Shard
 
@@ -27,7 +28,8 @@ TENSOR = "rallypoint tensor"
 
 
 def roles(given: Sequence[Any]) -> list[str]:
-    """A name for each object: ``model``, ``optimizer``, ``scheduler``, ``scaler``, or its class; then ``model_2`` and so on."""
+    """A name for each object: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``parameters`` (of no module), or its class; then
+    ``model_2`` and so on."""
     names: list[str] = []
     seen: dict[str, int] = {}
     for each in given:
@@ -38,6 +40,8 @@ def roles(given: Sequence[Any]) -> list[str]:
 
 
 def _role(given: Any) -> str:
+    if isinstance(given, LooseParameters):
+        return "parameters"
     if isinstance(given, nn.Module):
         return "model"
     if isinstance(given, torch.optim.Optimizer):

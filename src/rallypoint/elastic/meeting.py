@@ -361,6 +361,8 @@ class Meeting:
     def _undo_step(self, verdict: Verdict) -> None:
         """What others receive from here is the state before the step that is to be repeated."""
         begun = self.begun
+        if begun is not None:
+            self._objects.drop_gradients(begun.gradients)
         if begun is not None and verdict.source is not None and self._course.steps == verdict.steps:
             self._objects.buffers.restore(begun.buffers)
             if begun.settings is not None:
@@ -413,8 +415,6 @@ class Meeting:
         begun, course = self.begun, self._course
         if self._copies is not None and verdict.snapshot is not None:
             self._copies.guests.drop_after(verdict.snapshot.number)
-        if begun is not None:
-            self._objects.drop_gradients(begun.gradients)
         receives = self._rank in verdict.receivers
         self._keeping.settle(
             verdict, begun, receives=receives, is_new=self._is_new, buffers=buffers

@@ -23,6 +23,7 @@ from rallypoint.errors import ElasticError
 from . import optimizer_state, torch_private
 from .buffers import Buffers
 from .groups import KeptGroup
+from .loose_parameters import of_no_module
 from .modes import Flags, Modes
 from .param_groups import Members, add_missing, members
 from .plain_data import of_kind, plain, unreadable
@@ -58,9 +59,10 @@ class Objects:
                 _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
                 torch_private.reset_fsdp(each)
-        self.given = tuple(given)
-        self.modules = [each for each in given if isinstance(each, nn.Module)]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        modules = [each for each in given if isinstance(each, nn.Module)]
+        given = self.given = (*given, *of_no_module(self.optimizers, modules))
+        self.modules = [each for each in given if isinstance(each, nn.Module)]
         parts = (part for module in self.modules for part in module.modules())
         submodules = list({id(each): each for each in parts}.values())
         # Everything else that has a state of its own, in the same order on all ranks.
@@ -332,6 +334,7 @@ class Objects:
         for each, state in zip(self.others, states, strict=True):
             optimizer_state.load(each, state)
         self.modes.take(structure["modes"])
+        self.set_gradients(structure["gradients"])
         return received
 
     def groups(self) -> list[Members]:
@@ -375,6 +378,11 @@ class Objects:
             "rest": rest,
             "groups": self.groups(),
             "modes": self.modes.told(),
+            # An optimizer takes zeros for a gradient: it decays weights, and moments move on. Sparse ones have nothing in them.
+            "gradients": [
+                each.grad is not None and each.grad.layout == torch.strided
+                for each in self._parameters
+            ],
         }
         return structure, [*self._tensors_of_modules(), *tensors]
 

@@ -103,6 +103,7 @@ class Session:
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._applied = 0  # optimizers that have stepped in the step under way
         self._iterations = 0
+        self._counted_epochs = 0  # in the loops over epochs so far
         self._loader: Any = None  # whose batches are under way
         self._random_behind: RandomState | None = None  # the last step outside of a batch's body
         self._behind_break: RandomState | None = None  # of a loop, where this process begins
@@ -167,12 +168,19 @@ class Session:
         """The epochs that are left, from the one under way on.
 
         Args:
-            count: of all epochs.
+            count: of all epochs. A second loop over epochs goes on where the first one ended: ``epochs(3)``, then ``epochs(5)`` for
+                two more.
         Returns:
             An iterator over their numbers. A process that takes a lost one over begins with the present epoch.
         Raises:
-            ElasticError: there was a loop over batches before, outside of an epoch.
+            ElasticError: there was a loop over batches before, outside of an epoch; or a loop over as many epochs, so none is left.
         """
+        if 0 < count <= self._counted_epochs:
+            raise ElasticError(
+                f"session.epochs({count}) has no epochs left: an earlier session.epochs({self._counted_epochs}) has counted that many."
+                f" The count is that of all epochs: write session.epochs({self._counted_epochs + count}) for {count} more"
+            )
+        self._counted_epochs = count
         if self._loops_outside and self._resumes:
             raise ElasticError(
                 "session.epochs was called behind a loop over session.batches that is in no epoch: a process that begins in the"

@@ -222,7 +222,12 @@ def sampler_of_iterator(iterator: Any) -> Any:
     return iterator._index_sampler if isinstance(iterator, iterators) else None
 
 
-# -- other modules, tensors ---------------------------------------------------------------------------------------
+# -- modules, tensors ---------------------------------------------------------------------------------------
+
+
+def hold(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Make a tensor a parameter of a module, also one that is no ``nn.Parameter``."""
+    module._parameters[name] = tensor  # type: ignore[assignment]
 
 
 def is_sharded(each: Any) -> bool:
