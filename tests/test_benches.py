@@ -30,6 +30,7 @@ LITTLE = {
     "launch.py": QUICK,
     "memory_rpc.py": QUICK,
     "nodes.py": QUICK,
+    "operations.py": ["--turns", "1", "--times", "1"],
     "rendezvous.py": QUICK,
     "recovery.py": QUICK,
     "restart.py": QUICK,
@@ -46,7 +47,6 @@ LITTLE = {
     "strangers.py": QUICK,
     "tracing.py": QUICK,
     "warm.py": QUICK,
-    "watching.py": ["--turns", "1"],
 }
 # They need a command that drives a Slurm cluster, and Ray.
 NEEDS_A_CLUSTER = {"slurm_events.py", "ray_kills.py"}

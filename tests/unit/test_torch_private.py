@@ -787,6 +787,33 @@ def test_whether_the_workers_of_a_loader_run_is_known_and_draws_are_alike() -> N
     assert first.generator is None
 
 
+RECORDS = """
+import json, os, sys, torch, torch.distributed as dist
+from rallypoint.launch import torch_private
+before = dict(os.environ)
+torch_private.begin_flight_recorder(7)
+assert dict(os.environ) == before
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(20):
+    dist.all_reduce(torch.ones(1))
+print([len(json.loads(each).get("entries") or ()) for each in torch_private.flight_records(calls=True)][0])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("said", "kept"), [(None, 7), ("12", 12), ("0", 0)])
+def test_the_flight_recorder_keeps_as_many_calls_as_it_is_told(
+    said: str | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", said)
+    found = subprocess.run(
+        [sys.executable, "-c", RECORDS], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert found.stdout.split() == [str(kept)]
+
+
 def test_a_module_holds_a_tensor_that_is_no_parameter() -> None:
     module, loose = torch.nn.Module(), torch.ones(2, requires_grad=True)
     of_elastic.hold(module, "0", loose)

@@ -26,6 +26,7 @@ KNOWN: Mapping[str, str] = {
     "TORCHELASTIC_ERROR_FILE": "also write the root cause here, in torchelastic's format",
     "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "prefix of teed lines; knows ${role_name} ${local_rank} ${rank}",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "passed to workers; 1 if unset",
+    "TORCH_FR_BUFFER_SIZE": "calls that torch records in a worker; over Gloo 200 if unset",
     "TORCH_DISTRIBUTED_BACKEND": "the backend that get_distributed_backend() returns",
     "OMP_NUM_THREADS": "threads per worker; 1 if unset and this node has several workers",
 }

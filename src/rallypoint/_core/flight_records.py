@@ -1,7 +1,7 @@
 """What torch's flight recorder knows of a rank's collectives, in a few records. Pure.
 
-torch records the last collectives of each process group (``TORCH_FR_BUFFER_SIZE`` of them, 2000 by default): NCCL's and, from torch 2.13 on,
-Gloo's. Point-to-point calls over Gloo are not among them.
+torch records the last collectives of all process groups (``TORCH_FR_BUFFER_SIZE`` of them, 2000 by default): NCCL's and, from torch 2.13
+on, Gloo's. Point-to-point calls over Gloo are not among them.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ the installed torch and Python for each name and its signature.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.machinery
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from traceback import TracebackException
 from types import FrameType
 from typing import Any
+
+from rallypoint._core import env
 
 
 # The text of another process's exception, as concurrent.futures attaches it; multiprocessing's class is public.
@@ -61,6 +64,18 @@ def at_first_group(call: Callable[[], None]) -> None:
         return create(*args, **more)
 
     c10d._new_process_group_helper = first
+
+
+def begin_flight_recorder(calls: int) -> None:
+    """Have the recorder of all backends but NCCL keep the last ``calls``, unless the user has said how many. It keeps as many as the
+    variable says when it is first used, so this has to come before."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    module: Any = sys.modules["torch"]._C._distributed_c10d
+    if any(env.get(each) is not None for each in names):
+        return
+    # Another torch may record in another way: it keeps what it keeps.
+    with env.overlay({names[0]: str(calls)}), contextlib.suppress(Exception):
+        module._dump_fr_trace_json(includeCollectives=False)
 
 
 def flight_records(*, calls: bool) -> list[bytes]:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # Looks in the time after which a rank is slow.
 LOOKS = 3
-# Looks are so many times rarer while nobody is late: torch takes up to 35 ms to write down 2000 calls, in which the script stands still.
+# Looks are so many times rarer while nobody is late: torch takes up to 35 ms to write down 2000 calls of NCCL, in which the script stands
+# still.
 RARER = 8
 # How long workers may take to answer.
 PATIENCE = 1.0

@@ -1,0 +1,322 @@
+"""What it costs a job to be watched, and how soon one who looks at it sees something; prints JSON.
+
+    python bench/operations.py --output bench/results/operations.json
+    python bench/operations.py --turns 10
+
+Two jobs train the same small model with DDP in two workers each, a few seconds in turn, so neighbours saw the same machine. One has
+everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top` looks at it.
+The other one has nothing on. Compared are the median steps of neighbouring turns, and what the workers hold at the end.
+
+Then one job has 64 workers, for `rally stacks`, `rally top` and `rally ps`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import pty
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from jobs import BIN, RALLY, Progress, machine, publish, spread
+
+
+WORKERS = 2
+TURN = 3.0  # seconds
+# Of each turn, not counted: the job comes back from its pause.
+SETTLING = 0.3
+MANY = 64
+TOP = 20.0  # seconds
+NOBODY, ON, OFF, END = range(4)
+ON_FLAGS = ("--progress", "lines")
+OFF_FLAGS = ("--hang-after", "0", "--slow-after", "0", "--progress", "off")
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def train(mine: int, folder: Path) -> None:
+    """Steps whenever it is this job's turn; rank 0 writes down when each one began, and what it took."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import rallypoint
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, turn = dist.get_rank(), _turn_in(folder)
+    layers = [torch.nn.Linear(384, 384) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(128, 384)
+    times, step = [], 0
+    now = torch.zeros(1, dtype=torch.int64)
+    _mine_in(folder, mine, rank).touch()
+    while True:
+        if rank == 0:
+            while turn[0] not in (mine, END):
+                time.sleep(0.01)
+            now[0] = turn[0]
+        dist.broadcast(now, 0)
+        if now.item() == END:
+            break
+        for _ in range(10):
+            began = time.monotonic()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if mine == ON:
+                rallypoint.progress(step, loss=loss.item())
+            else:
+                loss.item()
+            times.append((began, time.monotonic() - began))
+    if rank == 0:
+        lines = (f"{began} {took}\n" for began, took in times)
+        (folder / f"times-{mine}").write_text("".join(lines))
+    dist.destroy_process_group()
+
+
+def wait(folder: Path) -> None:
+    """One of many workers: it has what they have, and waits."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    _mine_in(folder, 0, dist.get_rank()).touch()
+    threading.Event().wait()
+
+
+def _mine_in(folder: Path, job: int, rank: int) -> Path:
+    return folder / f"there-{job}-{rank}"
+
+
+def _turn_in(folder: Path) -> mmap.mmap:
+    """Whose turn it is: one byte that all share."""
+    with (folder / "turn").open("r+b") as file:
+        return mmap.mmap(file.fileno(), 1)
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+
+def cost(turns: int, progress: Progress) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
+        folder = Path(base)
+        (folder / "turn").write_bytes(b"\0")
+        turn = _turn_in(folder)
+        begin = _job(folder, train, WORKERS)
+        on = stack.enter_context(
+            begin(
+                ON,
+                *(*ON_FLAGS, "--metrics", str(folder / "metrics"), "--log-dir", str(folder)),
+                env={"RALLY_EVENTS": str(folder / "events")},
+            )
+        )
+        off = stack.enter_context(begin(OFF, *OFF_FLAGS))
+        top = subprocess.Popen([str(BIN / "rally"), "top", str(on.pid)], stdout=subprocess.DEVNULL)
+        stack.callback(_end, top)
+        time.sleep(2.0)
+        spans: dict[int, list[tuple[float, float]]] = {ON: [], OFF: []}
+        for number in range(2 * turns):
+            # on off, off on: nobody is always first
+            whose = (ON, OFF, OFF, ON)[number % 4]
+            progress.step("everything on" if whose == ON else "nothing on")
+            turn[0] = whose
+            time.sleep(SETTLING)
+            began = time.monotonic()
+            time.sleep(TURN)
+            spans[whose].append((began, time.monotonic()))
+        held = {whose: _held(job.pid) for whose, job in ((ON, on), (OFF, off))}
+        turn[0] = END
+        for job in (on, off):
+            job.wait(60)
+        steps = {whose: _times(folder / f"times-{whose}") for whose in (ON, OFF)}
+
+    def medians(whose: int) -> list[float]:
+        return [
+            statistics.median(took for at, took in steps[whose] if begin <= at < end)
+            for begin, end in spans[whose]
+        ]
+
+    one, two = medians(OFF), medians(ON)
+    ratios = [b / a - 1 for a, b in zip(one, two, strict=True)]
+    return {
+        "turns": turns,
+        "step_ms_nothing_on": spread([each * 1e3 for each in one]),
+        "step_ms_everything_on": spread([each * 1e3 for each in two]),
+        "cost_of_neighbours": spread(ratios, 4),
+        "threads": {"nothing_on": held[OFF][0], "everything_on": held[ON][0]},
+        "private_mib": {"nothing_on": held[OFF][1], "everything_on": held[ON][1]},
+    }
+
+
+def _times(path: Path) -> list[tuple[float, float]]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return [(float(began), float(took)) for began, took in lines]
+
+
+def _held(supervisor: int) -> tuple[int, float]:
+    """The most threads of a worker, and the mean of their private memory in MiB."""
+    workers = _workers_of(supervisor)
+    threads = [len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in workers]
+    private = []
+    for pid in workers:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        sizes = [int(line.split()[1]) for line in lines if line.startswith("Private_")]
+        private.append(sum(sizes) / 1024)
+    return max(threads), round(statistics.mean(private), 2)
+
+
+def _workers_of(supervisor: int) -> list[int]:
+    from rallypoint.launch import connect
+
+    return [each["pid"] for each in connect(str(supervisor)).usage()]
+
+
+@contextmanager
+def _begun(words: Sequence[str], ready: Callable[[], bool], env: dict[str, str]) -> Iterator[Any]:
+    job = subprocess.Popen(
+        words, env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while not ready():
+            if job.poll() is not None:
+                raise SystemExit(f"the job has ended with {job.returncode}")
+            time.sleep(0.1)
+        yield job
+    finally:
+        _end(job)
+
+
+def _job(folder: Path, work: Callable[..., None], workers: int) -> Callable[..., Any]:
+    def begin(which: int, *flags: str, env: dict[str, str] | None = None) -> Any:
+        words = [*RALLY, "--nproc-per-node", str(workers), *flags]
+        words += ["--rdzv-id", f"bench-{os.getpid()}-{which}", __file__]
+        words += ["--worker", work.__name__, str(which), str(folder)]
+        files = [_mine_in(folder, which, rank) for rank in range(workers)]
+        return _begun(words, lambda: all(each.exists() for each in files), env or {})
+
+    return begin
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+    process.wait(60)
+
+
+# -- looks -----------------------------------------------------------------------------------------
+
+
+def looks(times: int, progress: Progress) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        progress.step(f"{MANY} workers begin")
+        with _job(folder, wait, MANY)(0) as job:
+            time.sleep(2.0)
+            progress.step("rally stacks")
+            stacks = [_seconds("stacks", str(job.pid)) for _ in range(times)]
+            progress.step("rally ps")
+            ps = [_seconds("ps") for _ in range(4 * times)]
+            progress.step("rally top")
+            top, supervisor = _top(job.pid)
+    words = [sys.executable, "-X", "importtime", "-m", "rallypoint", "ps"]
+    imported = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    return {
+        "workers": MANY,
+        "stacks_s": spread(stacks),
+        "ps_s": spread(ps),
+        "ps_imports_torch": any(
+            line.rpartition("|")[2].strip() == "torch" for line in imported.splitlines()
+        ),
+        "top_cores": top,
+        "supervisor_cores": supervisor,
+    }
+
+
+def _seconds(*words: str) -> float:
+    began = time.monotonic()
+    subprocess.run([str(BIN / "rally"), *words], stdout=subprocess.DEVNULL, check=True)
+    return time.monotonic() - began
+
+
+def _top(supervisor: int) -> tuple[float, float]:
+    """How much of a core `rally top` takes on a terminal, without its start, and the supervisor meanwhile."""
+    ours, theirs = pty.openpty()
+    command = subprocess.Popen(
+        [str(BIN / "rally"), "top", str(supervisor)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "50"},
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=_drain, args=(ours,), daemon=True)
+    reader.start()
+    time.sleep(4.0)
+    before = _cpu(command.pid), _cpu(supervisor)
+    time.sleep(TOP)
+    after = _cpu(command.pid), _cpu(supervisor)
+    os.write(ours, b"q")
+    command.wait(60)
+    one, two = ((b - a) / TOP for a, b in zip(before, after, strict=True))
+    return round(one, 4), round(two, 4)
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 1 << 16):
+            pass
+    except OSError:
+        pass  # the terminal's other side is gone
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--turns", type=int, default=60, help="of each of the two jobs")
+    parser.add_argument("--times", type=int, default=7, help="looks of each kind")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="write the JSON there as well")
+    args = parser.parse_args()
+    if args.worker:
+        what, which, folder = args.worker
+        train(int(which), Path(folder)) if what == "train" else wait(Path(folder))
+        return 0
+    progress = Progress(2 * args.turns + 4)
+    seen = looks(args.times, progress)
+    paid = cost(args.turns, progress)
+    progress.close()
+    threads, private = paid["threads"], paid["private_mib"]
+    targets = {
+        "a step costs 0.5 % more": paid["cost_of_neighbours"]["median"] <= 0.005,
+        "no thread more": threads["everything_on"] == threads["nothing_on"],
+        "2 MiB more for a worker": private["everything_on"] - private["nothing_on"] <= 2,
+        "rally stacks of 64 workers in 2 s": seen["stacks_s"]["median"] <= 2,
+        "rally top of 64 workers: 5 % of a core": seen["top_cores"] <= 0.05,
+        "rally ps in 0.15 s, without torch": seen["ps_s"]["median"] <= 0.15
+        and not seen["ps_imports_torch"],
+    }
+    found = [{"what": what, "holds": holds} for what, holds in targets.items()]
+    return publish({**machine(), **paid, **seen, "targets": found}, args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
