@@ -15,16 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rallypoint
 from rallypoint._core import clock, private, process, user_folder
 from rallypoint.launch import torch_private
-from rallypoint.launch.config import Job
 
 from . import warm_key
 from .channel import Channel, Message
 from .warm_lock import READY, STARTING, WarmLock, uid_of_peer
 
+
+if TYPE_CHECKING:
+    from rallypoint.launch.config import Job  # `rally ps` does not wait for it
 
 # What a warm server imports. Modules of --preload are imported for each job: they may be the user's.
 MODULES = ("torch", "torch.distributed")
