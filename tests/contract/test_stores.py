@@ -13,7 +13,7 @@ from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
-from rallypoint.rendezvous.store import Store
+from rallypoint.rendezvous.store import FilledStore, Store
 from tcp_stores import ServedStore
 
 
@@ -184,3 +184,16 @@ def test_a_store_nobody_serves_any_more_is_a_connection_error() -> None:
     listener.close()
     with pytest.raises(RendezvousConnectionError, match="refused"):
         TcpStore("127.0.0.1", port)
+
+
+def test_a_store_that_reads_what_is_filled_leaves_out_what_is_empty(store: Store) -> None:
+    if not isinstance(store, FilledStore):
+        pytest.skip("it has no faster way")
+    store.set("empty", b"")
+    store.set("full", b"v")
+    assert store.get_filled(["full", "never", "empty", "full"]) == [b"v", None, None, b"v"]
+    assert store.get_many(["empty"]) == [b""]
+    assert store.get_filled([]) == []
+    many = [f"many/{number}" for number in range(700)]
+    store.set(many[-1], b"last")
+    assert store.get_filled(many) == [None] * 699 + [b"last"]

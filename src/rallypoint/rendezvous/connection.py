@@ -121,15 +121,19 @@ class Connection:
     def begin_round(self) -> None:
         """This node is a member of a round that has formed."""
         self.moved = self.is_new = False
-        self.settle()
+        self._count_settled()
 
     def settle(self) -> bool:
         """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
-        records = self.records
-        if records is None or not self._unsettled:
-            return False
+        settled = self._count_settled()
+        return self.records is not None and 0 < settled >= self.records.count("came")
+
+    def _count_settled(self) -> int:
+        """How many have settled, with this node; 0 if it had before."""
+        if self.records is None or not self._unsettled:
+            return 0
         self._unsettled = False
-        return records.increment("settled") >= records.count("came")
+        return self.records.increment("settled")
 
     def note_store(self, body: Mapping[str, Any] | None) -> None:
         """The record ``store`` was read."""

@@ -218,19 +218,22 @@ def _find_round(node: Node) -> Steps:
     Or, third, an outcome: the job's store is elsewhere; or this node is a member of the running round and did not hear of it;
     or the job is closed, and no node serves the store: it may be over.
     """
-    (_, (head, store, note, closed)) = yield Look(("head", "store", "moved", "closed"))
+    shared, first = ("head", "store", "moved", "closed"), ("0/plan", "0/call")
+    (_, (head, store, note, closed, *found)) = yield Look((*shared, *first))
     generation = fields.generation(head)
     moved = notes.leads_on(note, notes.age(head, store), node.ended_stores)
     if moved is not None:
         return generation, False, moved
     lasting = store is None and node.generation is None
+    if generation:
+        (_, found) = yield Look((f"{generation}/plan", f"{generation}/call"))
     while True:
-        keys = (f"{generation}/plan", f"{generation}/call")
-        (_, (plan, call)) = yield Look(keys)
+        plan, call = found
         # A round that was closed before anybody opened it stays closed for the nodes of that job.
         if plan is None and not (lasting and call is not None and "closed" in call):
             break
         generation += 1
+        (_, found) = yield Look((f"{generation}/plan", f"{generation}/call"))
     if lasting and closed is not None:
         return generation, False, Closed(str(closed.get("closed")))
     joined = None

@@ -19,7 +19,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousConnectionError, RendezvousStateError
 
 from .records import BadRecord, Codec
-from .store import ComparingStore, Store, StoreSilent
+from .store import ComparingStore, FilledStore, Store, StoreSilent
 
 
 _log = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class RecordStore:
     def __init__(self, store: Store, codec: Codec) -> None:
         self._store = store
         self._codec = codec
+        self._is_filled = isinstance(store, FilledStore)
         self._mentioned: set[str] = set()
         self.operations = 0
 
@@ -161,11 +162,17 @@ class RecordStore:
         names = [self.full(key) for key in keys]
         self._count()
         found: list[dict[str, Any] | None] = []
-        for key, name, data in zip(keys, names, self._store.get_many(names), strict=True):
+        for key, name, data in zip(keys, names, self._read(names), strict=True):
             body = None if data is None else self._unpack(name, data)
             if data is not None and body is None:
                 body = self._look_further(key)
             found.append(body)
+        return found
+
+    def _read(self, names: Sequence[str]) -> list[bytes | None]:
+        # A record holds something, and one is put where nothing is held.
+        store: Any = self._store
+        found: list[bytes | None] = (store.get_filled if self._is_filled else store.get_many)(names)
         return found
 
     def peek(self, key: str) -> dict[str, Any] | None:
@@ -179,7 +186,7 @@ class RecordStore:
     def _look_further(self, key: str) -> dict[str, Any] | None:
         names = [self.full(name) for name in _names(key)[1:]]
         self._count()
-        for full, data in zip(names, self._store.get_many(names), strict=True):
+        for full, data in zip(names, self._read(names), strict=True):
             if data is None:
                 return None
             body = self._unpack(full, data)
@@ -234,7 +241,7 @@ class RecordStore:
         for name in _names(key):
             full = self.full(name)
             self._count()
-            (data,) = self._store.get_many([full])
+            data = self._store.peek(full)
             number = 0 if data is None else _number(data)
             if number is not None and 0 <= number <= most:
                 return number

@@ -57,10 +57,12 @@ class Codec:
         Raises:
             ValueError: they are more than ``MAX_RECORD``, nested deeper than ``MAX_DEPTH``, or not JSON.
         """
-        if is_deep(body):
+        try:
+            line = _ENCODER.encode({"v": RECORD_VERSION, "body": body}).encode()
+        except RecursionError:
+            line = b""
+        if not line or _is_deep_in(line, body):
             raise ValueError(f"a record nested deeper than {MAX_DEPTH} levels")
-        envelope = {"v": RECORD_VERSION, "body": body}
-        line = json.dumps(envelope, separators=(",", ":"), allow_nan=False).encode()
         if self._key is not None:
             line += b"\n" + _mac(self._key, key.encode(), line).hex().encode()
         if len(line) > MAX_RECORD:
@@ -83,7 +85,7 @@ class Codec:
         elif mac:
             raise BadRecord("it carries a secret, and this node has none (--secret-file)")
         try:
-            envelope = json.loads(line, parse_constant=_refuse, parse_float=_finite)
+            envelope = _DECODER.decode(line.decode())
             if b"\\" in line:
                 # Half a surrogate pair: text that no key and no terminal takes.
                 json.dumps(envelope, ensure_ascii=False).encode()
@@ -97,7 +99,7 @@ class Codec:
                 " version of rallypoint on all nodes"
             )
         body: dict[str, Any] = envelope["body"]
-        if is_deep(body):
+        if _is_deep_in(line, body):
             raise BadRecord(f"nested deeper than {MAX_DEPTH} levels")
         return body
 
@@ -112,6 +114,10 @@ def _finite(text: str) -> float:
         raise ValueError(f"{text} is too large")
     return number
 
+
+# Made once: json.loads and json.dumps make new ones for each call with such options.
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -130,6 +136,11 @@ def is_deep(body: Body, most: int = MAX_DEPTH) -> bool:
             return False
         level = inner
     return True
+
+
+def _is_deep_in(line: bytes, body: Body) -> bool:
+    """:func:`is_deep`; one with few brackets in its JSON need not be looked at."""
+    return line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deep(body)
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

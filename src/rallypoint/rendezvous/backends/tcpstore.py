@@ -33,6 +33,8 @@ GREETING = 5.0
 _NO_ANSWER: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 # Keys read in one round trip.
 CHUNK = 512
+# Bytes asked for at once: a short reply comes whole.
+AHEAD = 4096
 # No key ever holds this.
 NEVER = b"\x00rally: never\x00"
 # A thread that waits for an answer looks up this often (seconds).
@@ -69,6 +71,7 @@ class TcpStore:
         self._lock = forks.Lock()
         self._closed = False
         self._broken: RendezvousConnectionError | None = None
+        self._ahead = b""  # has come, and is not read yet
         deadline = Deadline(timeout)
         try:
             self._socket = _connected(self._host, port, deadline)
@@ -120,6 +123,13 @@ class TcpStore:
         for start in range(0, len(keys), CHUNK):
             found.update(self._get_chunk(keys[start : start + CHUNK]))
         return [found[key] for key in keys]
+
+    def get_filled(self, keys: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for start in range(0, len(keys), CHUNK):
+            values = self._ask(store_messages.get_many(keys[start : start + CHUNK]))
+            found += [value or None for value in values]
+        return found
 
     def _get_chunk(self, keys: Sequence[str]) -> dict[str, bytes | None]:
         values = self._ask(store_messages.get_many(keys))
@@ -254,20 +264,24 @@ class TcpStore:
                 turns.another()
 
     def _receive(self, count: int, patience: float | None) -> bytes:
-        data, turns = b"", _Turns(patience)
-        while len(data) < count:
+        turns = None
+        while len(self._ahead) < count:
             try:
-                more = self._socket.recv(count - len(data))
+                more = self._socket.recv(max(AHEAD, count - len(self._ahead)))
             except BlockingIOError:
+                turns = turns or _Turns(patience)
                 turns.another()
                 continue
             if not more:
                 raise ConnectionResetError("it has closed the connection")
-            data += more
+            self._ahead += more
+        data, self._ahead = self._ahead[:count], self._ahead[count:]
         return data
 
     def _comes_within(self, seconds: float | None) -> bool:
         """Whether something comes, if only the end of the connection; waits for it."""
+        if self._ahead:
+            return True
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(None if seconds is None else clock.milliseconds(seconds)))
