@@ -1,6 +1,7 @@
 """The layering rule of docs/architecture.md, read from the source: nothing is imported."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -351,6 +352,21 @@ def test_imports_point_down(path: Path) -> None:
             assert "torch" not in everywhere, f"{rel} imports torch"
     if rel in SANS_IO:
         assert not everywhere & IO_MODULES, f"{rel} decides, it must not do I/O"
+
+
+def test_what_some_pythons_lack_is_asked_of_one_module() -> None:
+    """Those of conda and uv are built on old systems."""
+    lacking = re.compile(
+        r"\b(os\.(pidfd_open|memfd_create|MFD_|P_PIDFD|PIDFD_|copy_file_range|getrandom)"
+        r"|signal\.pidfd_send_signal|fcntl\.F_(ADD_SEALS|GET_SEALS|SEAL_))"
+    )
+    used = [
+        f"{path.relative_to(SRC)}: {found[0]}"
+        for path in MODULES
+        if path != SRC / "_core" / "linux.py"
+        for found in lacking.finditer(path.read_text())
+    ]
+    assert not used, f"use _core/linux.py: {used}"
 
 
 def test_declared_modules_exist() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rallypoint._core import clock
+from rallypoint._core import clock, linux
 
 
 # linux/prctl.h
@@ -279,7 +279,7 @@ def leave_mark(marker: str) -> None:
     A fork cannot change its environment in /proc, which is the one its program was started with. So
     the mark is the name of a mapped, empty memory file: /proc shows it, and forks inherit the mapping.
     """
-    fd = os.memfd_create(marker, os.MFD_CLOEXEC)
+    fd = linux.memfd_create(marker, linux.MFD_CLOEXEC)
     os.ftruncate(fd, mmap.PAGESIZE)
     _marks.append(mmap.mmap(fd, mmap.PAGESIZE))
     os.close(fd)
@@ -325,7 +325,7 @@ def reap(pids: Iterable[int], patience: float = 0.0) -> None:
     deadline = clock.Deadline(patience)
     for pid in pids:
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = linux.pidfd_open(pid)
         except ProcessLookupError:
             continue
         try:

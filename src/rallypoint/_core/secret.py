@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rallypoint._core import linux
 from rallypoint.errors import ConfigError
 
 from . import env as environment
@@ -56,7 +57,7 @@ USER_FILE = "rallypoint/secret"
 
 _MEMFD_NAME = "rally-secret"
 _SALT = b"rallypoint v1"
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_SEALS = linux.F_SEAL_SEAL | linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_WRITE
 
 _held: bytes | None = None
 
@@ -260,10 +261,10 @@ def descriptor(secret: bytes) -> int:
 
     It is sealed against changes, and closed on exec unless made inheritable.
     """
-    fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = linux.memfd_create(_MEMFD_NAME, linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING)
     try:
         os.write(fd, secret)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, linux.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
         raise

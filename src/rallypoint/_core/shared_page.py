@@ -10,6 +10,8 @@ import os
 import struct
 import zlib
 
+from rallypoint._core import linux
+
 from . import supervisor_line
 
 
@@ -37,7 +39,7 @@ def share(name: str) -> mmap.mmap | None:
     try:
         # With a default time-out, a socket object makes the descriptor non-blocking for all.
         blocks = os.get_blocking(line)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = linux.memfd_create(name, linux.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, SIZE)
             memory = mmap.mmap(fd, SIZE)

@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 
-from rallypoint._core import progress
+from rallypoint._core import linux, progress
 from rallypoint.errors import ElasticError
 
 
@@ -67,7 +67,7 @@ class Memory:
     """
 
     def __init__(self, fd: int | None = None, base: int = 0) -> None:
-        self.fd = os.memfd_create("rally-session", os.MFD_CLOEXEC) if fd is None else fd
+        self.fd = linux.memfd_create("rally-session", linux.MFD_CLOEXEC) if fd is None else fd
         self._owns = base == 0
         if os.fstat(self.fd).st_size < base + _SIZE:
             os.ftruncate(self.fd, base + _SIZE)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from rallypoint._core import linux
 from rallypoint.errors import ConfigError
 from rallypoint.wire.tls import Identity, new_context, told
 
@@ -172,7 +173,7 @@ def _load_own(context: ssl.SSLContext) -> None:
         serialization.NoEncryption(),
     ) + made.public_bytes(serialization.Encoding.PEM)
     # Python's ssl reads only files; this one is in memory.
-    fd = os.memfd_create("rallypoint-certificate", os.MFD_CLOEXEC)
+    fd = linux.memfd_create("rallypoint-certificate", linux.MFD_CLOEXEC)
     try:
         os.write(fd, pem)
         context.load_cert_chain(f"/proc/self/fd/{fd}")

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from rallypoint._core import process
+from rallypoint._core import linux, process
 from rallypoint._core.clock import Deadline
 
 
@@ -109,7 +109,7 @@ def _of_child(pid: int) -> str:
 
 def _wait_for_end(pid: int, deadline: Deadline) -> None:
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = linux.pidfd_open(pid)
     except OSError:
         return
     try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rallypoint._core import flight_records, host, process
+from rallypoint._core import flight_records, host, linux, process
 from rallypoint._core.clock import Deadline
 from rallypoint._core.stack_line import PROFILE, THREAD
 from rallypoint.control.stacks.stack_probe import find_py_spy
@@ -104,7 +104,7 @@ def _by_torch(rank: int, pid: int, line: int, folder: str, wanted: Recording) ->
         answer = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         stack.callback(os.close, answer)
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = linux.pidfd_open(pid)
             stack.callback(os.close, pidfd)
             os.write(line, PROFILE + json.dumps(request).encode() + b"\n")
         except OSError:

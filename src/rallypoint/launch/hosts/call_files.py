@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, linux
 
 
 VARIABLE = "RALLY_CALL"
@@ -90,7 +90,7 @@ class Answer:
 
 def make() -> int:
     """A file for what comes back, to be inherited."""
-    return os.memfd_create("rally-answer", 0)
+    return linux.memfd_create("rally-answer", 0)
 
 
 def read(fd: int) -> bytes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from rallypoint._core import addresses, secret
+from rallypoint._core import addresses, linux, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 from rallypoint.launch.avoidance import avoid_file
@@ -303,7 +303,7 @@ class _Job:
         try:
             while True:
                 for index in self._due():
-                    fd = os.pidfd_open(self._start(index))
+                    fd = linux.pidfd_open(self._start(index))
                     pidfds[fd] = index
                     poller.register(fd, select.POLLIN)
                 if not pidfds and not self._waiting:

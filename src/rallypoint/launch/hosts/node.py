@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 
-from rallypoint._core import env as environment, process, standard_streams
+from rallypoint._core import env as environment, linux, process, standard_streams
 from rallypoint._core.clock import Deadline
 
 from . import call_files, report_file
@@ -63,7 +63,7 @@ def _first_line() -> bytes | None:
 
 
 def _take_call(orders: Orders) -> CallFiles:
-    call = os.memfd_create("rally-call", 0) if orders.call_size else None
+    call = linux.memfd_create("rally-call", 0) if orders.call_size else None
     left = orders.call_size
     while left:
         data = os.read(0, min(left, 1 << 20))
@@ -115,14 +115,14 @@ def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
 
 def _file_with(data: bytes) -> int:
     """A file in memory that nobody else may read. Opened by its ``/dev/fd`` it begins at 0, each time."""
-    fd = os.memfd_create("rally-secret", 0)
+    fd = linux.memfd_create("rally-secret", 0)
     os.fchmod(fd, 0o600)
     os.write(fd, data)
     return fd
 
 
 def _watch(child: subprocess.Popen[bytes]) -> int:
-    pidfd = os.pidfd_open(child.pid)
+    pidfd = linux.pidfd_open(child.pid)
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     poller.register(0, select.POLLIN)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, linux
 
 
 VARIABLE = "RALLY_REPORT_FD"
@@ -15,7 +15,7 @@ VARIABLE = "RALLY_REPORT_FD"
 
 def make() -> int:
     """A file for the report, to be inherited."""
-    return os.memfd_create("rally-report", 0)
+    return linux.memfd_create("rally-report", 0)
 
 
 @dataclass(frozen=True, slots=True)

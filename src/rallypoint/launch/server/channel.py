@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from rallypoint._core import linux
+
 
 # One message; a worker's environment delta is about 1 KB.
 MAX_MESSAGE = 64 * 1024
@@ -130,7 +132,7 @@ class Channel:
 
 
 def _in_file(data: bytes) -> int:
-    fd = os.memfd_create("rally-message", os.MFD_CLOEXEC)
+    fd = linux.memfd_create("rally-message", linux.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
     return fd

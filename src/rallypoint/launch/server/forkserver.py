@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from rallypoint._core import clock, env as environment, limits, process
+from rallypoint._core import clock, env as environment, limits, linux, process
 from rallypoint._core.secret import adopt, from_descriptor, offer
 from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.launch import signals, torch_private
@@ -158,7 +158,7 @@ class ForkServer:
         # Watch the supervisor's pidfd, not only the channel: other forks of its program (function
         # launches) may hold the channel open. A parent is still ours, or we would be dead.
         if self._supervisor < 0:
-            self._supervisor = os.pidfd_open(os.getppid())
+            self._supervisor = linux.pidfd_open(os.getppid())
         process.live_without_parent()  # from here on the loop watches the supervisor and cleans up
         self._report({"is": "ready", "threads": self._threads})
         self._serve()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rallypoint._core import clock, process
+from rallypoint._core import clock, linux, process
 from rallypoint._core.secret import adopt, descriptor
 from rallypoint.errors import LaunchError
 from rallypoint.launch import signals
@@ -65,7 +65,7 @@ class ServerProcess:
     ) -> None:
         self.pid = pid
         self.channel = channel
-        self.pidfd = os.pidfd_open(pid) if warm is None else warm.pidfd
+        self.pidfd = linux.pidfd_open(pid) if warm is None else warm.pidfd
         self.why_cold = ""  # why no warm server serves the job, though one was asked for
         self._marker = marker.encode()
         self._strangers = strangers
@@ -254,7 +254,7 @@ class ServerProcess:
         """Continue the server if it is stopped. Returns whether it was."""
         stopped = process.state(self.pid) in {"T", "t"}
         if stopped:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
+            linux.pidfd_send_signal(self.pidfd, signal.SIGCONT)
         return stopped
 
     def why_silent(self) -> str:
@@ -282,7 +282,7 @@ class ServerProcess:
         """
         if self._reaped is None:
             with suppress(ProcessLookupError):  # a warm server has reaped it
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                linux.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         return self.kill_orphans()
 
     def wait(self, timeout: float | None) -> bool:
@@ -340,7 +340,7 @@ class ServerProcess:
             pidfds = []
             for pid in due:
                 try:
-                    pidfds.append(os.pidfd_open(pid))
+                    pidfds.append(linux.pidfd_open(pid))
                     os.kill(pid, signal.SIGKILL)
                 except (ProcessLookupError, PermissionError):
                     continue  # the second: a set-uid program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rallypoint._core import env as environment, limits, process
+from rallypoint._core import env as environment, limits, linux, process
 from rallypoint.errors import LaunchError
 from rallypoint.launch.config import LaunchConfig, StartMethod, TargetKind
 from rallypoint.launch.worker.job import WorkerFds
@@ -39,6 +39,11 @@ def start_server(
         raise LaunchError(
             "/proc is not mounted: the processes of a job are found there"
             " (mount -t proc proc /proc; in a chroot, before entering it)"
+        )
+    if why := linux.why_no_pidfds():
+        raise LaunchError(
+            f"this system refuses pidfd_open ({why}), by which processes are watched: it takes Linux 5.3 or newer, and in a container a"
+            " seccomp profile that allows it (Docker 20.10 or newer)"
         )
     if config.start_method is StartMethod.FORK:
         assert call is not None

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rallypoint._core import env as environment, process
+from rallypoint._core import env as environment, linux, process
 from rallypoint.launch import signals
 from rallypoint.launch.worker import ending
 
@@ -54,7 +54,7 @@ def run(
         become: turns a fork into a worker.
     """
     process.set_title("rally: template of the next workers")
-    output = os.memfd_create("rally-output", os.MFD_CLOEXEC)
+    output = linux.memfd_create("rally-output", linux.MFD_CLOEXEC)
     for fd in (1, 2):
         os.dup2(output, fd)
     before = environment.snapshot()
@@ -104,7 +104,7 @@ def _fork_batch(
         return
     try:
         process.die_with_parent(template)
-        own = os.pidfd_open(os.getpid())
+        own = linux.pidfd_open(os.getpid())
         signals.block()  # until the workers are set up
         for message, fds in spawns:
             go, say_go = os.pipe2(os.O_CLOEXEC)

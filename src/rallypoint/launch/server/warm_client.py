@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rallypoint
-from rallypoint._core import clock, private, process, user_folder
+from rallypoint._core import clock, linux, private, process, user_folder
 from rallypoint.launch import torch_private
 
 from . import warm_key
@@ -111,7 +111,10 @@ def _asked(
     channel.send({"do": "call"})
     answer = _answer(channel, patience)
     if answer is not None:
-        own = [os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), os.pidfd_open(os.getpid())]
+        own = [
+            os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
+            linux.pidfd_open(os.getpid()),
+        ]
         try:
             channel.send(request, [0, 1, 2, *own, *secret_fds])
         finally:

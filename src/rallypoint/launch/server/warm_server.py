@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from rallypoint._core import clock, env as environment, process
+from rallypoint._core import clock, env as environment, linux, process
 from rallypoint._core.secret import adopt, from_descriptor
 from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
@@ -206,8 +206,8 @@ class WarmServer:
         """End the server, and wait for that: its name is free then."""
         if os.getppid() != self._pid:  # it has ended, and another process may have its pid
             return
-        pidfd = os.pidfd_open(self._pid)
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        pidfd = linux.pidfd_open(self._pid)
+        linux.pidfd_send_signal(pidfd, signal.SIGTERM)
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         poller.poll(REQUEST_PATIENCE * 1000)
@@ -251,7 +251,7 @@ class WarmServer:
         secret_fd = secrets[0] if secrets else None
         adopt(None if secret_fd is None else from_descriptor(secret_fd))
         process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
-        own = os.pidfd_open(os.getpid())
+        own = linux.pidfd_open(os.getpid())
         channel.send({"is": "warm", "pid": os.getpid()}, [own])
         os.close(own)
         server = ForkServer(

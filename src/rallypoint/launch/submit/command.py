@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, linux
 from rallypoint.errors import ConfigError
 from rallypoint.launch.avoidance import avoid_file
 
@@ -64,7 +64,7 @@ def _hand_over(engine: str, text: str) -> NoReturn:
         hint = "--dry-run shows what it would be given"
         raise ConfigError("submit", engine, f"{needed} is not installed", hint)
     # This process becomes the client, so that signals and the end of a terminal reach it.
-    given = os.memfd_create("rally-submit")
+    given = linux.memfd_create("rally-submit")
     os.write(given, text.encode())
     os.lseek(given, 0, os.SEEK_SET)
     os.dup2(given, 0)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from rallypoint._core import addresses, env as environment, private, standard_streams
+from rallypoint._core import addresses, env as environment, linux, private, standard_streams
 
 from .ssh import DetachedOrders
 
@@ -73,7 +73,7 @@ def _keep(folder: Path) -> int:
 
 def _follow(keeper: subprocess.Popen[bytes], folder: Path) -> int:
     poller = select.poll()
-    pidfd = os.pidfd_open(keeper.pid)
+    pidfd = linux.pidfd_open(keeper.pid)
     poller.register(pidfd, select.POLLIN)
     poller.register(1, 0)  # errors alone: nobody reads any longer
     ended = False

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rallypoint._core import addresses, rank_watch, stack_line
+from rallypoint._core import addresses, linux, rank_watch, stack_line
 from rallypoint._core.log_records import Origin
 from rallypoint.launch.config import LaunchConfig, LogConfig, TargetKind
 from rallypoint.launch.coordination.interface import RoundReady
@@ -262,7 +262,7 @@ class Spawner:
             with theirs, os.fdopen(stacks_to, "wb", buffering=0):
                 fds = [streams.stdout, streams.stderr, theirs.fileno(), stacks_to]
                 if self._config.job.kind is TargetKind.FUNCTION:
-                    worker.result_fd = os.memfd_create("rally-result", os.MFD_CLOEXEC)
+                    worker.result_fd = linux.memfd_create("rally-result", linux.MFD_CLOEXEC)
                     payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
                     fds += [payload, worker.result_fd]
                 message = {"do": "spawn", "name": worker.name, **settings}

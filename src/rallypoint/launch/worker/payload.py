@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import code_files, env as environment, forks, raised
+from rallypoint._core import code_files, env as environment, forks, linux, raised
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -106,7 +106,7 @@ def pack(call: Call, facts: CallerFacts, *, installed_only: bool = False) -> int
     Raises:
         ConfigError: a part of it, which the error names, cannot be pickled.
     """
-    fd = os.memfd_create("rally-call", os.MFD_CLOEXEC)
+    fd = linux.memfd_create("rally-call", linux.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:
             head = facts.to_json()

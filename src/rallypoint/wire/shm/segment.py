@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rallypoint._core import linux
 from rallypoint.errors import ProtocolError
 
 
@@ -102,24 +103,24 @@ def at_end_of(
 
 def create(capacity: int) -> tuple[File, Memory]:
     """Create, seal and map a file in memory. It takes no memory until it is written to."""
-    file = File(os.memfd_create("rallypoint", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    file = File(linux.memfd_create("rallypoint", linux.MFD_CLOEXEC | linux.MFD_ALLOW_SEALING))
     os.ftruncate(file.fileno(), capacity)
     # Reading a truncated file raises SIGBUS. The seals keep each end from doing that to the other.
     fcntl.fcntl(
         file.fileno(),
-        fcntl.F_ADD_SEALS,
-        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+        linux.F_ADD_SEALS,
+        linux.F_SEAL_SHRINK | linux.F_SEAL_GROW | linux.F_SEAL_SEAL,
     )
     return file, _map(file, capacity)
 
 
 def map_received(file: File, capacity: int, what: str) -> Memory:
     try:
-        seals = fcntl.fcntl(file.fileno(), fcntl.F_GET_SEALS)
+        seals = fcntl.fcntl(file.fileno(), linux.F_GET_SEALS)
         length = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise ProtocolError(f"received {what} as a file that is not in memory: {error}") from error
-    if not seals & fcntl.F_SEAL_SHRINK:
+    if not seals & linux.F_SEAL_SHRINK:
         raise ProtocolError(f"received {what} as a file that is not sealed against truncation")
     if not 0 < capacity <= length:
         raise ProtocolError(f"received {what} of {capacity} bytes as a file of {length}")

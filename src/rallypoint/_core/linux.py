@@ -1,0 +1,96 @@
+"""System calls that the kernel has, and not every Python.
+
+A Python that was built on an old system, to run on all later ones, lacks what that system did not have: those of conda, and those that uv
+installs, have no ``os.pidfd_open`` and no ``os.memfd_create``. The numbers and flags are those of the kernel's headers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from functools import cache
+from typing import Any
+
+
+MFD_CLOEXEC = 0x1
+MFD_ALLOW_SEALING = 0x2
+
+F_ADD_SEALS = getattr(fcntl, "F_ADD_SEALS", 1033)
+F_GET_SEALS = getattr(fcntl, "F_GET_SEALS", 1034)
+F_SEAL_SEAL = 0x1
+F_SEAL_SHRINK = 0x2
+F_SEAL_GROW = 0x4
+F_SEAL_WRITE = 0x8
+
+# The same on all architectures that torch runs on.
+_NR_PIDFD_SEND_SIGNAL = 424
+_NR_PIDFD_OPEN = 434
+
+
+def pidfd_open(pid: int) -> int:
+    """``os.pidfd_open``: a descriptor of a process, readable once it has ended. Not inherited.
+
+    Raises:
+        OSError: there is no such process, or the kernel refuses.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _syscall(_NR_PIDFD_OPEN, pid, 0)
+
+
+def pidfd_send_signal(pidfd: int, number: int) -> None:
+    """``signal.pidfd_send_signal``.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
+    """
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, number)
+    else:
+        _syscall(_NR_PIDFD_SEND_SIGNAL, pidfd, number, 0, 0)
+
+
+def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
+    """``os.memfd_create``: a file in memory that has no place in the file system.
+
+    Args:
+        name: shown in ``/proc/PID/fd``.
+        flags: ``MFD_CLOEXEC``, ``MFD_ALLOW_SEALING``.
+    Raises:
+        OSError: there are too many open files, or not enough memory.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _call("memfd_create", os.fsencode(name), flags)
+
+
+def why_no_pidfds() -> str | None:
+    """Why this system has no descriptors of processes; None if it has."""
+    try:
+        os.close(pidfd_open(os.getpid()))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _syscall(number: int, *args: int) -> int:
+    return _call("syscall", number, *args)
+
+
+def _call(function: str, *args: int | bytes) -> int:
+    import ctypes
+
+    words = [each if isinstance(each, bytes) else ctypes.c_long(each) for each in args]
+    result: int = getattr(_libc(), function)(*words)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+@cache
+def _libc() -> Any:
+    import ctypes  # not where Python has all calls
+
+    return ctypes.CDLL(None, use_errno=True)
