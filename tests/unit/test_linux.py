@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint._core import linux
 from rallypoint.errors import LaunchError
-from rallypoint.launch.config import Job, LaunchConfig, TargetKind
+from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
 from rallypoint.launch.server.server_start import start_server
 
 
@@ -102,6 +102,7 @@ def test_a_kernel_that_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(linux, "pidfd_open", refuses)
     assert linux.why_no_pidfds() == "Function not implemented"
-    config = LaunchConfig(job=Job(kind=TargetKind.SCRIPT, name="train.py"))
+    job = Job(kind=TargetKind.SCRIPT, name="train.py")
+    config = LaunchConfig(job=job, rendezvous=RendezvousConfig(run_id="x"))
     with pytest.raises(LaunchError, match=r"refuses pidfd_open \(Function not implemented\)"):
         start_server(config, {}, "token", None, lambda line: None)

@@ -322,6 +322,13 @@ def test_the_users_own_file_is_used_where_several_nodes_meet(tmp_path):
     assert config("x.py", **home).secret, "one node does not need it"
 
 
+def test_a_home_folder_that_cannot_be_written_is_named():
+    from rallypoint.launch.command_line import secret_file
+
+    with pytest.raises(ConfigError, match=r"secret '/dev/null/.config/rallypoint': .*give a FILE"):
+        secret_file.command([], {"HOME": "/dev/null"})
+
+
 def test_a_flag_about_nodes_silences_the_cluster():
     slurm = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
     found, remarks = configure("x.py", **slurm)

@@ -394,6 +394,22 @@ def test_the_docs_name_every_field() -> None:
 # -- ssh and Ray ----------------------------------------------------------------------------------
 
 
+def test_a_host_on_which_a_jobs_files_cannot_be_made_says_so(tmp_path: Path) -> None:
+    env = {"XDG_STATE_HOME": "/dev/null"}
+    orders = ssh.DetachedOrders(name="train", folder=str(tmp_path), env=env, words=["t.py"])
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "submit", "--detached"],
+        input=orders.to_line() + "\n",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "cannot make /dev/null/rallypoint/jobs/train-" in line
+    assert "set XDG_STATE_HOME on this host to a writable folder" in line
+
+
 def test_a_script_for_ssh(monkeypatch, tmp_path: Path) -> None:
     """A stand-in for ssh takes what the script gives it."""
     monkeypatch.setenv("NCCL_DEBUG", "it's $HOME")

@@ -47,7 +47,11 @@ def command(words: Sequence[str], env: Mapping[str, str]) -> str:
     path = Path(names[0]).absolute() if names else default
     assert path is not None
     if path == default:
-        private.make_folder(path.parent, exist_ok=True)
+        try:
+            private.make_folder(path.parent, exist_ok=True)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError("secret", str(path.parent), why, "give a FILE") from None
     made = make_file(path, force=force)
     return _instructions(path, made, by_default=path == default)
 

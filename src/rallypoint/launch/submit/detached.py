@@ -35,7 +35,13 @@ def command(words: Sequence[str]) -> int:
         _say(f"the working directory {told.folder} is not on this host")
         return 2
     folder = _state_folder(env) / f"{told.name}-{uuid.uuid4().hex[:8]}"
-    private.make_folder(folder)
+    try:
+        private.make_folder(folder)
+    except OSError as error:
+        _say(
+            f"cannot make {folder}: {error.strerror}; set XDG_STATE_HOME on this host to a writable folder"
+        )
+        return 2
     output = private.open_to_append(folder / _OUTPUT)
     keeper = subprocess.Popen(
         [sys.executable, "-m", "rallypoint", "submit", "--detached", str(folder)],
