@@ -3,10 +3,11 @@
     python bench/operations.py --output bench/results/operations.json
     python bench/operations.py --turns 10
 
-Two jobs train the same small model with DDP in two workers each, half a second in turn, so neighbours saw the same machine. One has
+Two jobs train the same small model with DDP in two workers each, two seconds in turn, so neighbours saw the same machine. One has
 everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top` looks at it.
-All that happens in its own turns, so twice as often as usual. The other one has nothing on. Compared are the median steps of
-neighbouring turns, and what the workers hold at the end.
+The other one has nothing on. Those who watch stand still while it is the other job's turn, and then do what is overdue, so they do
+more than in the same time otherwise. Compared are the median steps of neighbouring turns, and what the workers hold at the end. A
+median does not see what happens once a second, so the mean steps are compared as well.
 
 Then one job has 64 workers, for `rally stacks`, `rally top` and `rally ps`.
 """
@@ -33,10 +34,10 @@ from jobs import BIN, RALLY, Progress, machine, publish, spread
 
 
 WORKERS = 2
-TURN = 0.5  # seconds
+TURN = 2.0  # seconds
 # Of each turn, not counted: the job comes back from its pause.
 SETTLING = 0.05
-PART = 100  # turns for which there is one line of progress
+PART = 20  # turns for which there is one line of progress
 MANY = 64
 TOP = 20.0  # seconds
 NOBODY, ON, OFF, END = range(4)
@@ -56,6 +57,9 @@ def train(mine: int, folder: Path) -> None:
     import rallypoint
 
     torch.set_num_threads(1)
+    # A core for each worker: a step varies much more while threads move from one to the other.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
     rank, turn = dist.get_rank(), _turn_in(folder)
     layers = [torch.nn.Linear(384, 384) for _ in range(4)]
@@ -118,22 +122,33 @@ def _turn_in(folder: Path) -> mmap.mmap:
 def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
     """Of so many pairs of jobs, each with so many turns."""
     found = [_pair(turns, progress) for _ in range(pairs)]
-    one, two, ratios, threads, private = (
-        [each for pair in found for each in pair[part]] for part in range(5)
+    one, two, ratios, means, threads, private = (
+        [each for pair in found for each in pair[part]] for part in range(6)
     )
     return {
         "turns": pairs * turns,
         "step_ms_nothing_on": spread([each * 1e3 for each in one]),
         "step_ms_everything_on": spread([each * 1e3 for each in two]),
         "cost_of_neighbours": spread(ratios, 4),
-        "cost_standard_error": round(1.25 * statistics.pstdev(ratios) / len(ratios) ** 0.5, 4),
+        "cost_standard_error": _standard_error(ratios),
+        "cost_of_means": spread(means, 4),
+        "cost_of_means_standard_error": _standard_error(means),
         "more_threads": spread(threads),
         "more_private_mib": spread(private, 2),
     }
 
 
+def _standard_error(values: Sequence[float]) -> float | None:
+    """Of their median, as for a normal distribution with the same quartiles."""
+    if len(values) < 4:
+        return None
+    first, _, third = statistics.quantiles(values)
+    return round(1.25 * (third - first) / 1.35 / len(values) ** 0.5, 4)
+
+
 def _pair(turns: int, progress: Progress) -> tuple[list[float], ...]:
-    """Medians of each turn with nothing on, and with everything; the ratios, less 1; more threads and MiB with everything on."""
+    """Median steps of each turn with nothing on, and with everything; their ratios, less 1, and those of the means; more threads and
+    MiB with everything on."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
         (folder / "turn").write_bytes(b"\0")
@@ -157,10 +172,13 @@ def _pair(turns: int, progress: Progress) -> tuple[list[float], ...]:
             if number % PART == 0:
                 progress.step("training in turn")
             for each in (on, top):
-                each.send_signal(signal.SIGCONT if whose == ON else signal.SIGSTOP)
+                each.send_signal(signal.SIGSTOP)
             turn[0] = whose
             time.sleep(SETTLING)
             began = time.monotonic()
+            if whose == ON:
+                for each in (on, top):
+                    each.send_signal(signal.SIGCONT)
             time.sleep(TURN)
             spans[whose].append((began, time.monotonic()))
         for each in (on, top):
@@ -171,16 +189,19 @@ def _pair(turns: int, progress: Progress) -> tuple[list[float], ...]:
             job.wait(60)
         steps = {whose: _times(folder / f"times-{whose}") for whose in (ON, OFF)}
 
-    def medians(whose: int) -> list[float]:
+    def each_turn(whose: int, average: Callable[[list[float]], float]) -> list[float]:
         return [
-            statistics.median(took for at, took in steps[whose] if begin <= at < end)
+            average([took for at, took in steps[whose] if begin <= at < end])
             for begin, end in spans[whose]
         ]
 
-    one, two = medians(OFF), medians(ON)
-    ratios = [b / a - 1 for a, b in zip(one, two, strict=True)]
+    def ratios(one: list[float], two: list[float]) -> list[float]:
+        return [b / a - 1 for a, b in zip(one, two, strict=True)]
+
+    one, two = (each_turn(whose, statistics.median) for whose in (OFF, ON))
+    means = ratios(*(each_turn(whose, statistics.mean) for whose in (OFF, ON)))
     more = [b - a for a, b in zip(held[OFF], held[ON], strict=True)]
-    return one, two, ratios, more[:1], more[1:]
+    return one, two, ratios(one, two), means, more[:1], more[1:]
 
 
 def _times(path: Path) -> list[tuple[float, float]]:
@@ -313,7 +334,7 @@ def _cpu(pid: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", type=int, default=5, help="of jobs")
-    parser.add_argument("--turns", type=int, default=160, help="of each of the two jobs")
+    parser.add_argument("--turns", type=int, default=40, help="of each of the two jobs")
     parser.add_argument("--times", type=int, default=7, help="looks of each kind")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="write the JSON there as well")
