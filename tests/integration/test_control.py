@@ -234,7 +234,7 @@ def test_two_jobs_must_be_told_apart(job: Job, tmp_path: Path) -> None:
             connect("control-")
     finally:
         other.end()
-    with pytest.raises(ControlError, match=f"no job '{other.name}' runs on this host"):
+    with pytest.raises(ControlError, match=f"no job '{other.name}' of this user runs on this host"):
         connect(other.name)
 
 

@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(job: str, capsys: pytest.CaptureFixture[str]) -> 
         (["memory", job, "--rank"], 2, "expected a value"),
         (["memory", job, "--top", "99"], 2, "expected a number from 1 to 12"),
         (["memory", job, "another"], 2, "expected one job"),
-        (["memory", "no-such-job"], 1, "no job 'no-such-job' runs on this host"),
+        (["memory", "no-such-job"], 1, "no job 'no-such-job' of this user runs on this host"),
     ):
         assert main(words) == code
         (line,) = capsys.readouterr().err.splitlines()

@@ -175,7 +175,7 @@ def test_mistakes_are_one_line(
         ([job, "--native"], 2, "only py-spy shows C frames"),
         ([job, "--output", "no/where.json"], 2, "there is no such folder"),
         ([job, "--rank", "9", "--output", "x.json"], 1, "no rank 9 on this node"),
-        (["no-such-job"], 1, "no job 'no-such-job' runs on this host"),
+        (["no-such-job"], 1, "no job 'no-such-job' of this user runs on this host"),
         ([job, "--what"], 2, "no such flag"),
     ):
         assert main(["profile", *words]) == code, words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,10 @@ ANSWER_PATIENCE = 5.0
 # What stacks may take longer than the supervisors are given to read them.
 STACKS_WAY = 8.0
 STACKS_PATIENCE = 10.0
+
+
+class NoSuchJobError(ControlError):
+    """No job of this user on this host matches."""
 
 
 class RunningJob:
@@ -176,10 +181,14 @@ def connect(job: str = "") -> RunningJob:
     if not matching and (mute := _named(job, silent)):
         raise mute[0]
     names = ", ".join(f"{told['id']} (pid {each.pid})" for each, told in found)
+    if not matching and (owner := _other_owner(job)):
+        raise ControlError(
+            f"process {job} belongs to user {owner}, and only {owner} may ask about its job: sudo -u {owner} rally ps"
+        )
     if not found:
-        raise ControlError("no job of this user runs on this host")
+        raise NoSuchJobError("no job of this user runs on this host")
     if not matching:
-        raise ControlError(f"no job {job!r} runs on this host; there are: {names}")
+        raise NoSuchJobError(f"no job {job!r} of this user runs on this host; there are: {names}")
     what = f"several jobs match {job!r}" if job else "several jobs run on this host"
     raise ControlError(f"{what}; name one by its id or pid: {names}")
 
@@ -190,6 +199,22 @@ def _named(job: str, silent: Sequence[tuple[RunningJob, ControlError]]) -> list[
     return exact or [
         told for each, told in silent if sockets.safe_id(each.path).startswith(sockets.safe(job))
     ]
+
+
+def _other_owner(job: str) -> str | None:
+    """Whose process this is, if ``job`` is the pid of another user's."""
+    if not job.isdecimal():
+        return None
+    try:
+        uid = os.stat(f"/proc/{int(job)}").st_uid
+    except OSError:
+        return None
+    if uid == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"#{uid}"
 
 
 def is_id(name: str) -> bool:

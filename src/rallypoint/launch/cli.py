@@ -19,7 +19,7 @@ usage: rally COMMAND …
 
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
   rally submit slurm|k8s|ssh|ray … -- …   hand such a job to Slurm, Kubernetes, hosts or Ray
-  rally ps                             list the jobs of this user on this host
+  rally ps [JOB]                       list the jobs of this user on this host
   rally top [JOB]                      show what each worker uses, live; the odd ones are marked
   rally stacks [JOB]                   show where each worker is, the odd ones out first
   rally memory [JOB]                   show what the memory of each worker is: private, shared, by mapping

@@ -184,7 +184,7 @@ def _find(name: str, *, follow: bool) -> tuple[client.RunningJob | None, Path]:
         return job, folder
     try:
         job = client.connect(name)
-    except ControlError as error:
+    except client.NoSuchJobError as error:
         raise ControlError(f"{error}; of a job that has ended: rally logs FOLDER") from None
     return job, _folder_of(job)
 

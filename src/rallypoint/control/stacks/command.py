@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from rallypoint._core.rank_words import in_words
-from rallypoint.control import client
+from rallypoint.control import client, command_line
 from rallypoint.errors import ConfigError
 
 from . import stack_groups
@@ -40,29 +40,12 @@ def command(words: Sequence[str]) -> str:
     """
     if {"-h", "--help"} & set(words):
         return HELP
-    names: list[str] = []
-    ranks: list[int] = []
-    flags: set[str] = set()
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word.startswith("--rank"):
-            _, has_value, value = word.partition("=")
-            ranks += _ranks(value if has_value else rest.pop(0) if rest else "")
-        elif word in {"--threads", "--native", "--signal", "--here", "--json"}:
-            flags.add(word)
-        elif word.startswith("-"):
-            known = "--rank, --threads, --native, --signal, --here, --json"
-            raise ConfigError(
-                "stacks", word, f"no such flag (known: {known})", "rally stacks --help"
-            )
-        else:
-            names.append(word)
-    if len(names) > 1:
-        raise ConfigError("stacks", " ".join(names), "expected one job", "rally stacks --help")
+    switches = ("--threads", "--native", "--signal", "--here", "--json")
+    given = command_line.parse("stacks", words, switches=switches)
+    ranks, flags = given.ranks, given.switches
     if {"--native", "--signal"} <= flags:
         raise ConfigError("stacks", "--native --signal", "only py-spy shows C frames", "omit one")
-    job = client.connect(*names)
+    job = client.connect(given.job)
     question = client.stacks_question(
         ranks,
         native="--native" in flags,
@@ -79,12 +62,3 @@ def command(words: Sequence[str]) -> str:
         parts.append(f"{in_words(ended)} {'has' if len(ended) == 1 else 'have'} ended")
     parts += [f"node {node} did not answer" for node in answer["silent"]]
     return "\n\n".join(filter(None, parts)) or "no worker runs now"
-
-
-def _ranks(value: str) -> list[int]:
-    try:
-        return [int(each) for each in value.split(",")]
-    except ValueError:
-        raise ConfigError(
-            "--rank", value, "expected ranks, such as 3 or 0,3", "rally stacks --help"
-        ) from None

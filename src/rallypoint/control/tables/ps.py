@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from rallypoint.control import client, sockets
 from rallypoint.errors import ConfigError, ControlError
@@ -12,9 +13,10 @@ from . import job_table
 
 
 HELP = """\
-usage: rally ps [--json]
+usage: rally ps [JOB] [--json]
 
 List the jobs of this user on this host: one row per supervisor (`rally run`, or a program that launches functions).
+With JOB (its id, the beginning of it, or the supervisor's pid), list that one.
 
   JOB       the job's id (--rdzv-id, or the name that was made)
   PID       of the supervisor
@@ -29,14 +31,23 @@ def command(words: Sequence[str]) -> str:
     """Run ``rally ps``; returns the text to print.
 
     Raises:
-        ConfigError: a flag is unknown.
+        ConfigError: a flag is unknown, or there are two jobs.
+        ControlError: there is no such job, or it does not answer.
     """
     if {"-h", "--help"} & set(words):
         return HELP
+    jobs = [word for word in words if not word.startswith("-")]
     for word in words:
-        if word != "--json":
+        if word != "--json" and word not in jobs:
             raise ConfigError("ps", word, "no such flag (known: --json)", "rally ps --help")
-    found = list(client.running())
+    if len(jobs) > 1:
+        raise ConfigError("ps", " ".join(jobs), "expected one job", "rally ps --help")
+    found: list[tuple[client.RunningJob, dict[str, Any] | ControlError]]
+    if jobs:
+        one = client.connect(jobs[0])
+        found = [(one, one.status())]
+    else:
+        found = list(client.running())
     if "--json" in words:
         return "\n".join(json.dumps(told) for _, told in found if isinstance(told, dict))
     if not found:
