@@ -544,3 +544,32 @@ def test_without_proc_no_job_is_started(tmp_path: Path):
     assert (done.returncode, done.stdout) == (AT_RUN_TIME, ""), done.stderr
     assert done.stderr.startswith("rally: /proc is not mounted")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_machine_that_does_not_know_localhost_runs_jobs(tmp_path: Path):
+    """As in a container or a chroot without /etc/hosts."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    (tmp_path / "hosts").touch()
+    (tmp_path / "train.py").write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "print(os.environ['MASTER_ADDR'])\n"
+    )
+    done = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            f"mount --bind hosts /etc/hosts && exec {RALLY} run train.py",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in {"127.0.0.1\n", "localhost\n"}  # a name server may know it

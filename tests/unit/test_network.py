@@ -1,9 +1,11 @@
 """Which interface workers are told to use."""
 
 import socket
+from typing import Any
 
 import pytest
 
+from rallypoint._core import addresses
 from rallypoint._core.interfaces import Interface, interfaces
 from rallypoint.launch.placement.network import choose, most_likely
 
@@ -71,3 +73,43 @@ def test_the_interfaces_of_this_machine() -> None:
     assert Interface("lo", "127.0.0.1") in found
     known = {name for _, name in socket.if_nameindex()}
     assert {each.name for each in found} <= known
+
+
+@pytest.mark.parametrize(
+    ("leads_to", "name"),
+    [
+        (["127.0.0.1"], "localhost"),
+        (["192.0.2.1", "127.0.0.1"], "localhost"),
+        (["192.0.2.1"], "127.0.0.1"),  # as ::1, where IPv6 is switched off
+        ([], "127.0.0.1"),
+    ],
+)
+def test_how_this_machine_calls_itself(
+    leads_to: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        if host != "localhost":
+            return real(host, *args, **kwargs)
+        if not leads_to:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [found for each in leads_to for found in real(each, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    addresses.own_host.cache_clear()
+    try:
+        assert addresses.own_host() == name
+    finally:
+        addresses.own_host.cache_clear()
+
+
+def test_a_machine_that_cannot_reach_itself_is_told_so_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addresses, "is_this_host", lambda host: False)  # lo is down
+    addresses.own_host.cache_clear()
+    try:
+        assert addresses.own_host() == "localhost"
+    finally:
+        addresses.own_host.cache_clear()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+from functools import cache
 
 from rallypoint.errors import ConfigError, LaunchError
 
@@ -119,6 +120,13 @@ def check_loopback(host: str) -> None:
             ) from None
 
 
+@cache
+def own_host() -> str:
+    """How this machine calls itself: ``localhost``, or 127.0.0.1 if that name is known nowhere, or leads to no address here."""
+    names = ("localhost", "127.0.0.1")
+    return next((name for name in names if is_this_host(name)), names[0])
+
+
 def is_loopback(host: str) -> bool:
     name = host.strip("[]")
     return name == "localhost" or name == "::1" or name.startswith("127.")
@@ -170,7 +178,7 @@ def listening_address(bind: str | None, told: str) -> str | None:
 def reached_at(listener: socket.socket) -> str:
     """The address at which this machine reaches its own listening socket."""
     host = str(listener.getsockname()[0])
-    return "localhost" if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
+    return own_host() if host in {"0.0.0.0", "::"} else host  # noqa: S104  compared, not bound
 
 
 def hostname() -> str:

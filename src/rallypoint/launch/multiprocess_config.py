@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
+from rallypoint._core import addresses
 from rallypoint.errors import ConfigError
 
 from .config import StartMethod
@@ -189,7 +190,7 @@ class MultiprocessConfig:
             A copy with them set.
         """
         world_size = self.world_size or self.local_world_size or max(1, backends.num_cuda_devices())
-        addr, port = self.master_addr or "localhost", self.master_port or None
+        addr, port = self.master_addr or addresses.own_host(), self.master_port or None
         if self.init_method.startswith("tcp://"):
             addr, port = _host_and_port(self.init_method)
         return replace(

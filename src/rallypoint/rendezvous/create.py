@@ -61,7 +61,7 @@ def handler_for(
     params = _ours(params)
     text = params.endpoint
     if not text.strip() and params.max_nodes == 1 and backend in (None, "tcpstore"):
-        text = "localhost:0"  # no other node has to find it
+        text = f"{addresses.own_host()}:0"  # no other node has to find it
     endpoint = parse_endpoint(text, backend=backend)
     given = _given_rank(params) if _backend_of(endpoint).given_ranks else None
     is_host = params.get_as_bool("is_host") if given is None else given == 0

@@ -356,7 +356,7 @@ class PeerNodes:
             # Node 0 may call itself localhost (Kubeflow's master pod does).
             addr = serving_host
         if formed.rank == 0 and not addresses.exists(addr):
-            addr = "localhost"  # its own name need not resolve here
+            addr = addresses.own_host()  # its own name need not resolve here
         return RoundReady(
             generation=formed.generation,
             node_rank=formed.rank,

@@ -21,7 +21,7 @@ def bind(config: LaunchConfig) -> tuple[str, socket.socket]:
     alone = config.num_nodes == 1
     # On several nodes the rendezvous finds out how the others reach this one: the names it goes by need not
     # have addresses yet.
-    addr = config.master_addr or ("localhost" if alone else config.local_addr or "")
+    addr = config.master_addr or (addresses.own_host() if alone else config.local_addr or "")
     host = _listening_address(config, addr, alone=alone)
     # On several nodes the port that all know is the supervisors' own; workers meet at a free one.
     port = (config.master_port or 0) if alone else 0

@@ -191,7 +191,7 @@ class TcpHome:
                 return None  # another supervisor on this machine was first
             if error.problem != addresses.IN_USE:
                 raise
-            reply = _who_is_at(to or "localhost", port)
+            reply = _who_is_at(to or addresses.own_host(), port)
             if reply.door in {Door.SERVES, Door.STARTING}:
                 return None  # the node that serves it can report it
             problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
