@@ -17,7 +17,7 @@ import torch
 
 from rallypoint import elastic
 from rallypoint._core.storage import storage_at
-from rallypoint.elastic.checkpoints import Checkpoints
+from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
 
 
 def main() -> None:

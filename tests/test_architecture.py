@@ -58,6 +58,17 @@ LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
     "worker": set(),
     "server": {"worker"},
 }
+# Within elastic: folder -> folders of elastic it may import.
+ELASTIC_MAY_IMPORT: dict[str, set[str]] = {
+    "loops": set(),
+    "communication": set(),
+    "storage": set(),
+    "state": {"communication"},
+    "checkpointing": {"communication", "loops", "state"},
+    "replication": {"loops", "storage"},
+    "worker": {"communication", "replication"},
+    "recovery": {"communication", "loops", "replication", "state", "storage", "worker"},
+}
 # Within rpc, when a module is loaded: folder -> folders of rpc it may import.
 RPC_MAY_IMPORT: dict[str, set[str]] = {
     "threads": set(),
@@ -178,7 +189,7 @@ SANS_IO = {
     "ray/job_words.py",
     "ray/roster.py",
     "ray/sizes.py",
-    "elastic/agreement.py",
+    "elastic/recovery/agreement.py",
     "join/schedule.py",
     "wire/auth.py",
     "wire/frames.py",
@@ -333,10 +344,11 @@ def test_imports_point_down(path: Path) -> None:
         allowed = MAY_IMPORT[layer] | {layer, "errors", "events"}
         assert ours <= allowed, f"{rel} imports {sorted(ours - allowed)}"
     parts = rel.split("/")
-    if parts[0] == "launch" and parts[1] in LAUNCH_MAY_IMPORT:
-        inner = {n.split(".")[2] for n in names if n.startswith(f"{PKG}.launch.")}
-        outside = inner & set(LAUNCH_MAY_IMPORT) - LAUNCH_MAY_IMPORT[parts[1]] - {parts[1]}
-        assert not outside, f"{rel} imports launch/{sorted(outside)}"
+    for package, may_import in (("launch", LAUNCH_MAY_IMPORT), ("elastic", ELASTIC_MAY_IMPORT)):
+        if parts[0] == package and parts[1] in may_import:
+            inner = {n.split(".")[2] for n in names if n.startswith(f"{PKG}.{package}.")}
+            outside = inner & set(may_import) - may_import[parts[1]] - {parts[1]}
+            assert not outside, f"{rel} imports {package}/{sorted(outside)}"
     if parts[0] == "rpc" and parts[1] in RPC_MAY_IMPORT:
         loaded = imported_names(path, inside_functions=False)
         inner = {n.split(".")[2] for n in loaded if n.startswith(f"{PKG}.rpc.")}

@@ -35,8 +35,8 @@ from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import Directory, storage_at
-from rallypoint.elastic import checkpoint_metadata
-from rallypoint.elastic.checkpoints import Checkpoints
+from rallypoint.elastic.checkpointing import checkpoint_metadata
+from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
 from rallypoint.errors import ElasticError
 from supervisors import Popen, run
 

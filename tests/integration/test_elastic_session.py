@@ -360,7 +360,7 @@ def test_a_worker_that_the_others_wait_for_in_vain_is_ended_and_replaced(
     assert "rank 1 hung; another process takes its place" in done.stderr
     assert "the others waited for it in a collective for 2 s" in done.stderr
     assert "in fault" in done.stderr
-    assert "elastic/link.py" not in done.stderr
+    assert "elastic/worker/link.py" not in done.stderr
     told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     lost = [each for each in told if each["kind"] == "worker_replaced"]
     assert [(each["rank"], each["replaced"], each["error"]) for each in lost] == [

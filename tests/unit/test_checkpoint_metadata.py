@@ -14,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from rallypoint.elastic import checkpoint_metadata, torch_private as of_elastic
+from rallypoint.elastic import torch_private as of_elastic
+from rallypoint.elastic.checkpointing import checkpoint_metadata
 
 
 class Runs:

@@ -15,14 +15,14 @@ import torch
 
 from pace import pace
 from rallypoint._core import secret, threaded_listener
-from rallypoint.elastic import copy_line, guests
-from rallypoint.elastic.copies import Copies
-from rallypoint.elastic.copy_line import Door
-from rallypoint.elastic.memory import Memory
-from rallypoint.elastic.own_state import OwnState, Place, parted
-from rallypoint.elastic.rng import RandomState
-from rallypoint.elastic.schedule import Held
-from rallypoint.elastic.slots import Slots
+from rallypoint.elastic.loops.own_state import OwnState, Place, parted
+from rallypoint.elastic.loops.rng import RandomState
+from rallypoint.elastic.replication import copy_line, guests
+from rallypoint.elastic.replication.copies import Copies
+from rallypoint.elastic.replication.copy_line import Door
+from rallypoint.elastic.storage.memory import Memory
+from rallypoint.elastic.storage.schedule import Held
+from rallypoint.elastic.storage.slots import Slots
 
 
 NODES = (0, 1)

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.elastic.course import Course, Doing
-from rallypoint.elastic.own_state import OwnState
-from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.loops.course import Course, Doing
+from rallypoint.elastic.loops.own_state import OwnState
+from rallypoint.elastic.loops.rng import RandomState
 
 
 NO_RANDOM = cast("RandomState", None)

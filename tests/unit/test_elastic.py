@@ -10,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic import memory, rng, torch_private
-from rallypoint.elastic.agreement import Standing, judge
-from rallypoint.elastic.checkpoints import Checkpoints
-from rallypoint.elastic.connections import watched
-from rallypoint.elastic.memory import Memory
-from rallypoint.elastic.objects import Objects
-from rallypoint.elastic.own_state import OwnState, Place
-from rallypoint.elastic.rng import RandomState
-from rallypoint.elastic.schedule import Held
+from rallypoint.elastic import torch_private
+from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
+from rallypoint.elastic.communication.connections import watched
+from rallypoint.elastic.loops import rng
+from rallypoint.elastic.loops.own_state import OwnState, Place
+from rallypoint.elastic.loops.rng import RandomState
+from rallypoint.elastic.recovery.agreement import Standing, judge
 from rallypoint.elastic.session import Session
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.storage import memory
+from rallypoint.elastic.storage.memory import Memory
+from rallypoint.elastic.storage.schedule import Held
 from rallypoint.errors import ElasticError
 
 

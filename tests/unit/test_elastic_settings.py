@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lr
 
-from rallypoint.elastic.settings import MAX_NUMBERS, Settings
+from rallypoint.elastic.state.settings import MAX_NUMBERS, Settings
 
 
 SCHEDULERS = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rallypoint.elastic.works import KeptWork, Lives, attended, dispose
+from rallypoint.elastic.communication.works import KeptWork, Lives, attended, dispose
 
 
 class Stuck(dist.Work):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rallypoint.elastic.checkpoints import Checkpoints
-from rallypoint.elastic.own_state import OwnState, Place
-from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
+from rallypoint.elastic.loops.own_state import OwnState, Place
+from rallypoint.elastic.loops.rng import RandomState
 
 
 class Slow(Checkpoints):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic.last_step import LastStep, is_last
+from rallypoint.elastic.checkpointing.last_step import LastStep, is_last
 
 
 class Notes:

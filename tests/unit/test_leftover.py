@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rallypoint.elastic.leftover import Leftover
-from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.state.objects import Objects
 
 
 class Training:

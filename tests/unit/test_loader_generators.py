@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from rallypoint.elastic.loader_generators import (
+from rallypoint.elastic.loops.loader_generators import (
     LoaderGenerators,
     Seen,
     generators_of,
     restore,
     states_of,
 )
-from rallypoint.elastic.own_state import OwnState, Place
-from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.loops.own_state import OwnState, Place
+from rallypoint.elastic.loops.rng import RandomState
 
 
 Loader = DataLoader[int]

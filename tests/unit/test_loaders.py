@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from rallypoint import elastic
-from rallypoint.elastic.loaders import begun_in, loaders_in, samplers_in
+from rallypoint.elastic.loops.loaders import begun_in, loaders_in, samplers_in
 
 
 DATA: Any = list(range(8))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic import rng
-from rallypoint.elastic.local_values import LIMIT, LocalValues
-from rallypoint.elastic.own_state import OwnState, Place
+from rallypoint.elastic.loops import rng
+from rallypoint.elastic.loops.local_values import LIMIT, LocalValues
+from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.errors import ElasticError
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rallypoint import elastic
-from rallypoint.elastic.own_state import OwnState, Place
-from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.loops.own_state import OwnState, Place
+from rallypoint.elastic.loops.rng import RandomState
 from rallypoint.errors import ElasticError
 
 

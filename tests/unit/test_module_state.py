@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from rallypoint.elastic import checkpoint_files, local_state
-from rallypoint.elastic.buffers import MAX_BUFFERS
-from rallypoint.elastic.checkpoint_state import HostCopy, State, filled, keys_in
-from rallypoint.elastic.local_state import LocalState
-from rallypoint.elastic.objects import Objects
-from rallypoint.elastic.param_groups import add_missing, members
-from rallypoint.elastic.plain_data import plain, unreadable
-from rallypoint.elastic.settings import Settings
+from rallypoint.elastic.checkpointing import checkpoint_files
+from rallypoint.elastic.checkpointing.checkpoint_state import HostCopy, State, filled, keys_in
+from rallypoint.elastic.recovery import local_state
+from rallypoint.elastic.recovery.local_state import LocalState
+from rallypoint.elastic.state.buffers import MAX_BUFFERS
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.state.param_groups import add_missing, members
+from rallypoint.elastic.state.plain_data import plain, unreadable
+from rallypoint.elastic.state.settings import Settings
 from rallypoint.errors import ElasticError
 
 

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rallypoint.elastic import checkpoint_state, local_state, objects, optimizer_state
-from rallypoint.elastic.objects import Objects
+from rallypoint.elastic.checkpointing import checkpoint_state
+from rallypoint.elastic.recovery import local_state
+from rallypoint.elastic.state import objects, optimizer_state
+from rallypoint.elastic.state.objects import Objects
 
 
 def contiguous(state: Any) -> Any:

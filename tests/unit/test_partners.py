@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from rallypoint.elastic.partners import guests, hosts, partners
+from rallypoint.elastic.replication.partners import guests, hosts, partners
 
 
 def test_partners_are_on_the_next_node():

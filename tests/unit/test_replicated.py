@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rallypoint.elastic.agreement import Verdict
-from rallypoint.elastic.course import Course
-from rallypoint.elastic.memory import Memory
-from rallypoint.elastic.objects import Objects
-from rallypoint.elastic.replicated import Replicated
-from rallypoint.elastic.rng import RandomState
+from rallypoint.elastic.loops.course import Course
+from rallypoint.elastic.loops.rng import RandomState
+from rallypoint.elastic.recovery.agreement import Verdict
+from rallypoint.elastic.recovery.replicated import Replicated
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.storage.memory import Memory
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_a_signal_from_outside_shows_the_stack_of_the_script():
     threads = """Fatal Python error: Aborted
 
 Current thread 0x00007f01 (most recent call first):
-  File "/lib/rallypoint/elastic/link.py", line 1 in _listen
+  File "/lib/rallypoint/elastic/worker/link.py", line 1 in _listen
 
 Thread 0x00007f03 (most recent call first):
   File "/home/me/train.py", line 3 in main

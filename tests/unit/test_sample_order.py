@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
 from rallypoint import elastic
-from rallypoint.elastic import sample_order
+from rallypoint.elastic.loops import sample_order
 
 
 @given(

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from rallypoint import elastic
-from rallypoint.elastic import samples
-from rallypoint.elastic.samples import Sample, SeededDataset
+from rallypoint.elastic.loops import samples
+from rallypoint.elastic.loops.samples import Sample, SeededDataset
 
 
 class Noisy(Dataset[list[float]]):

@@ -10,15 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.elastic import local_state, slots
-from rallypoint.elastic.agreement import Standing, judge
-from rallypoint.elastic.local_state import LocalState
-from rallypoint.elastic.objects import Objects
-from rallypoint.elastic.own_state import OwnState, Place
-from rallypoint.elastic.rng import RandomState
-from rallypoint.elastic.schedule import SHARE, Held, Schedule, common
-from rallypoint.elastic.slots import Slots
-from rallypoint.elastic.snapshots import Snapshots
+from rallypoint.elastic.loops.own_state import OwnState, Place
+from rallypoint.elastic.loops.rng import RandomState
+from rallypoint.elastic.recovery import local_state
+from rallypoint.elastic.recovery.agreement import Standing, judge
+from rallypoint.elastic.recovery.local_state import LocalState
+from rallypoint.elastic.recovery.snapshots import Snapshots
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.storage import slots
+from rallypoint.elastic.storage.schedule import SHARE, Held, Schedule, common
+from rallypoint.elastic.storage.slots import Slots
 from rallypoint.errors import ElasticError
 
 

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from rallypoint.elastic import termination
-from rallypoint.elastic.termination import Decision, Termination, Word
+from rallypoint.elastic.worker import termination
+from rallypoint.elastic.worker.termination import Decision, Termination, Word
 
 
 def test_a_signal_for_this_process_alone_acts_after_a_moment() -> None:
@@ -51,8 +51,8 @@ def test_a_signal_that_was_held_acts_at_the_end() -> None:
 
 SCRIPT = """
 import os, signal, sys, time
-from rallypoint.elastic import termination
-from rallypoint.elastic.termination import Termination, Word
+from rallypoint.elastic.worker import termination
+from rallypoint.elastic.worker.termination import Termination, Word
 
 termination.MOMENT = float(sys.argv[1])
 if sys.argv[2] == "handler":

@@ -50,7 +50,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from private_names import foreign_private_names
 from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
-from rallypoint.elastic import samples, torch_private as of_elastic
+from rallypoint.elastic import torch_private as of_elastic
+from rallypoint.elastic.loops import samples
 from rallypoint.join import torch_private as of_join
 from rallypoint.launch import torch_private as of_launch
 from rallypoint.parallel import torch_private as of_parallel

@@ -5,10 +5,10 @@ Import it before ``torch.distributed.init_process_group``: groups that are made 
 
 from rallypoint.errors import ElasticError, MembershipChanged
 
-from . import process
-from .meeting import Recovery
-from .sampler import Sampler
+from .loops.sampler import Sampler
+from .recovery.meeting import Recovery
 from .session import Session, session
+from .worker import process
 
 
 __all__ = ["ElasticError", "MembershipChanged", "Recovery", "Sampler", "Session", "session"]

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from . import torch_private
-from .objects import Objects
+from .state.objects import Objects
 
 
 class Leftover:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .groups import KeptGroup
-from .objects import Objects
-from .rng import RandomState
-from .setup_record import alone
+from .communication.groups import KeptGroup
+from .communication.setup_record import alone
+from .loops.rng import RandomState
+from .state.objects import Objects
 
 
 class Rehearsal:

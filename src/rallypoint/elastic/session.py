@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from rallypoint._core import step_reports
 from rallypoint.errors import ElasticError, MembershipChanged
 
-from . import loader_state, process, sample_order, samples, termination, torch_private
-from .board import boards
-from .checkpoints import Checkpoints
-from .copies import Copies
-from .course import Course, Doing
-from .groups import KeptGroup
-from .keeping import Keeping
+from . import torch_private
+from .checkpointing.checkpoints import Checkpoints
+from .communication.board import boards
+from .communication.groups import KeptGroup
 from .leftover import Leftover
-from .loader_generators import LoaderGenerators, generators_of, restore, states_of
-from .loaders import begun_in, is_loader, loaders_in, sampler_of, samplers_in
-from .local_values import LocalValues
-from .meeting import Meeting, Recovery
-from .memory import Memory
-from .objects import Objects
-from .own_state import OwnState
-from .process import KeptProcess
+from .loops import loader_state
+from .loops.course import Course, Doing
+from .loops.loader_generators import LoaderGenerators
+from .loops.loader_iterators import LoaderIterators
+from .loops.loaders import begun_in
+from .loops.local_values import LocalValues
+from .loops.own_state import OwnState
+from .loops.rng import RandomState, keep_local
+from .recovery.keeping import Keeping
+from .recovery.meeting import Meeting, Recovery
+from .recovery.replicated import Replicated
+from .recovery.sharded import Sharded
+from .recovery.snapshots import Snapshots
 from .rehearsal import Rehearsal
-from .replicated import Replicated
-from .rng import RandomState, keep_local
-from .sampler import Sampler
-from .schedule import Schedule
-from .sharded import Sharded
-from .snapshots import Snapshots
+from .replication.copies import Copies
+from .state.objects import Objects
+from .storage.memory import Memory
+from .storage.schedule import Schedule
+from .worker import process, termination
+from .worker.process import KeptProcess
 
 
 _log = logging.getLogger(__name__)
@@ -91,6 +91,10 @@ class Session:
         self._checkpoints = checkpoints
         self._every = snapshot_every
         self._course = Course()
+        # Workers of loaders do not get the signal that ends the job before this process has written a last checkpoint.
+        takes_last = kept is not None and checkpoints is not None
+        around_start = termination.kept_from_children if takes_last else nullcontext
+        self._iterators = LoaderIterators(self._course, around_start)
         self._memory: Memory | None = None
         self._keeping: Keeping = Replicated(objects, self._course, None, lambda: None)
         self._meeting: Meeting | None = None
@@ -107,7 +111,6 @@ class Session:
         self._loader: Any = None  # whose batches are under way
         self._random_behind: RandomState | None = None  # the last step outside of a batch's body
         self._behind_break: RandomState | None = None  # of a loop, where this process begins
-        self._ranks_before: int | None = None  # of a checkpoint with another number of them
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
         self._has_begun = False
@@ -600,7 +603,7 @@ class Session:
             # Nor does a loader's own place hold, which counts the batches of as many ranks as there were.
             place = own.place.with_other_generators(now)
             own = replace(own, random=now, place=place, loader=b"")
-            self._ranks_before = loaded.record.ranks
+            self._iterators.ranks_before = loaded.record.ranks
         self._course.continue_at(own)
         if not loaded.is_own:
             size = dist.get_world_size() if dist.is_initialized() else 1
@@ -679,89 +682,12 @@ class Session:
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
         own = course.begin_batches()
-        samplers = samplers_in(loaders_in(loader))
         if own is None or own.place.begun is None:
-            self._ranks_before = None
-            sizes: tuple[tuple[int, int], ...] = ()
-            for each in samplers:
-                each.begin_at(course.place.epoch if self._in_epochs else self._iterations - 1)
-                sizes = sample_order.resized((), 0, each.num_ranks)
-            course.begin_at_first_batch(RandomState.now(), states_of(generators_of(loader)), sizes)
-            return self._iterate(loader)
+            epoch = course.place.epoch if self._in_epochs else self._iterations - 1
+            return self._iterators.begin(loader, epoch)
         self._keeping.begin_batches(anew=True)
-        own.place.begun.restore()
-        restore(generators_of(loader), own.place.own_begun)
-        ranks_before, self._ranks_before = self._ranks_before, None
-        if ranks_before is not None and not samplers:
-            own = self._rescaled(own, ranks_before)
-            course.place = own.place
         self._behind_break = None if own.place.in_body else own.random
-        keeps_place: Any = loader if own.loader else None
-        # What stands between a loader and its batches may take more than one for each, or fetch some ahead.
-        is_exact = any(each is sampler_of(loader) for each in samplers)
-        if samplers:
-            own = self._resized(own, samplers[0])
-        for each in samplers:
-            first = own.place.batch if is_exact and keeps_place is None else 0
-            is_whole = own.place.sizes[-1][1] == each.num_ranks  # not of a group of its own
-            each.begin_at(own.place.epoch, first, own.place.sizes if is_whole else None)
-        if keeps_place is not None:
-            keeps_place.load_state_dict(loader_state.restored(own.loader))
-        iterator = self._iterate(loader)
-        for _ in range(0 if is_exact or keeps_place is not None else own.place.batch):
-            next(iterator, None)
-        own.random.restore()
-        return iterator
-
-    def _iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        with_workers = [
-            each for each in loaders_in(loader) if isinstance(each, DataLoader) and each.num_workers
-        ]
-        if with_workers and not is_loader(loader):
-            return self._iterate_within(loader, with_workers)
-        with self._starting_workers(with_workers):
-            return iter(loader)
-
-    def _iterate_within(self, given: Iterable[T], loaders: list[Any]) -> Iterator[T]:
-        """Of an object that holds loaders: it may ask for their iterators as late as with its first batch."""
-        with self._starting_workers(loaders):
-            iterator = iter(given)
-            first = list(itertools.islice(iterator, 1))
-        yield from first
-        yield from iterator
-
-    @contextmanager
-    def _starting_workers(self, loaders: list[Any]) -> Generator[None, None, None]:
-        """A block in which loaders start their worker processes."""
-        with ExitStack() as stack:
-            for loader in loaders:
-                stack.enter_context(samples.drawn_alike(loader))
-                sampler = sampler_of(loader)
-                if isinstance(sampler, Sampler):
-                    sampler.seeds_samples = True
-                    stack.enter_context(samples.seeded(loader))
-            if self._checkpoints is not None and self._kept is not None:
-                stack.enter_context(termination.kept_from_children())
-            yield
-
-    def _resized(self, own: OwnState, sampler: Sampler) -> OwnState:
-        """After a checkpoint, the epoch may go on with another number of ranks."""
-        # Checkpoints of earlier versions do not tell them; there, the batch of a step stayed.
-        sizes = own.place.sizes or ((0, sampler.num_ranks),)
-        sizes = sample_order.resized(sizes, own.place.batch, sampler.num_ranks)
-        self._course.place = replace(self._course.place, sizes=sizes)
-        return replace(own, place=replace(own.place, sizes=sizes))
-
-    def _rescaled(self, own: OwnState, ranks: int) -> OwnState:
-        """After a checkpoint of another number of ranks: as many samples are skipped as were trained on."""
-        now = dist.get_world_size() if dist.is_initialized() else 1
-        batch, rest = divmod(own.place.batch * ranks, now)
-        if rest and (now == 1 or dist.get_rank() == 0):
-            _log.warning(
-                "%d batches of %d ranks are no whole number of batches of %d: the last %d come again",
-                *(own.place.batch, ranks, now, rest),
-            )
-        return replace(own, place=replace(own.place, batch=batch))
+        return self._iterators.go_on(loader, own)
 
 
 class _Step:

@@ -31,7 +31,7 @@ MAX_SLOW_LINES = 3
 MIN_WIDTH = 60
 _FILE = re.compile(r'  File "(.*)", line ')
 # A thread that we have started in a worker.
-_OUR_THREAD = "rallypoint/elastic/link.py"
+_OUR_THREAD = "rallypoint/elastic/worker/link.py"
 # What a failure's record says beside its fields.
 _COMPUTED = {"signal_name", "headline"}
 

@@ -1,0 +1,439 @@
+"""A session's checkpoints: taken at the boundary of a step, written by a thread of rank 0, found and loaded at the next start.
+
+Nothing here is a collective. At a boundary, rank 0 copies the state into host memory; every other rank leaves its own state
+(generators, place in the data) as a note in the workers' store. The thread gathers these notes and writes all of it.
+
+With sharded state, every rank copies its parts, and a thread of its own writes them. A second note says what is where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rallypoint._core import clock
+from rallypoint._core.checkpoint_folder import entries
+from rallypoint._core.checkpoint_records import RECORD, Entry, Record, name_of, to_load, to_remove
+from rallypoint._core.storage import Storage, storage_at
+from rallypoint.elastic.communication.board import Board
+from rallypoint.elastic.loops.own_state import OwnState
+from rallypoint.errors import ElasticError
+
+from .checkpoint_state import TENSOR, HostCopy, State
+from .last_step import LastStep
+
+
+if TYPE_CHECKING:
+    from .checkpoint_files import Part
+
+_log = logging.getLogger(__name__)
+# Seconds in which the notes of all ranks must come: they are posted in the step at whose boundary rank 0 took its copy.
+NOTES = 60.0
+# Seconds in which the other ranks must have written their parts of sharded tensors.
+PARTS = 900.0
+# Seconds for rank 0 to choose what to load: it reads the newest checkpoint once, to check it.
+CHOOSING = 3600.0
+# Seconds that the end of a session that failed waits for a checkpoint that is being written.
+AFTER_FAILURE = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Where a session continues.
+
+    Args:
+        record: of the checkpoint.
+        own: of this rank, if as many ranks train as then; else of rank 0.
+        is_own: whether it is this rank's.
+    """
+
+    record: Record
+    own: OwnState
+    is_own: bool
+
+
+class Checkpoints:
+    """The checkpoints of one session, as one rank sees them.
+
+    Args:
+        where: a directory, or a URL that fsspec understands.
+        every: steps from one to the next.
+        keep: how many complete ones stay.
+
+    Raises:
+        ValueError: ``every`` or ``keep`` is less than 1, or no driver knows the URL's scheme.
+        ImportError: the URL's driver is not installed.
+    """
+
+    def __init__(self, where: str | os.PathLike[str], every: int, keep: int) -> None:
+        for name, value in (("checkpoint_every", every), ("checkpoint_keep", keep)):
+            if value < 1:
+                raise ValueError(
+                    f"elastic.session: {name} is {value!r}, expected a number from 1 on"
+                )
+        self._storage: Storage = storage_at(where)
+        self._every, self._keep = every, keep
+        self._state = State(())
+        self._is_sharded = False
+        self._last_step: LastStep | None = None
+        self._rank, self._size = 0, 1
+        self._board: Board | None = None
+        self._new_board: Callable[[], Board] | None = None
+        self._copy = HostCopy()
+        self._newest = 0  # the step of the newest one that was due, or loaded
+        self._due = -1  # the step of the newest one that was due
+        self._posted: list[str] = []
+        self._passed_over: frozenset[str] = frozenset()
+        self._thread: threading.Thread | None = None
+        self._is_slow = False
+        self._written = -1  # the step of the last one that this process has completed
+        self._tried = 0  # how many were written, or failed
+
+    def begin(
+        self,
+        objects: Sequence[Any],
+        rank: int,
+        size: int,
+        new_board: Callable[[], Board] | None,
+    ) -> None:
+        """Once the session begins.
+
+        Args:
+            objects: the session's.
+            rank: of this process.
+            size: how many ranks there are.
+            new_board: makes a board to the other ranks; None if there are none.
+        """
+        self._state = State(objects)
+        self._is_sharded = size > 1 and bool(self._state.owners())
+        self._rank, self._size = rank, size
+        self._new_board = new_board
+        self._board = None if new_board is None else new_board()
+
+    # -- at the start -----------------------------------------------------------------------------
+
+    def load(self) -> Loaded | None:
+        """Load the newest checkpoint that is good, if there is one. Blocks: until rank 0 has chosen it.
+
+        Raises:
+            ElasticError: the place cannot be read, or the checkpoint is that of other objects.
+        """
+        if self._rank == 0:
+            chosen = self._choose()
+            if self._board is not None:
+                self._board.post("load", json.dumps(chosen).encode())
+        else:
+            assert self._board is not None
+            chosen = json.loads(self._board.await_note("load", CHOOSING))
+        return None if chosen is None else self._load(chosen)
+
+    def _choose(self) -> str | None:
+        try:
+            self._storage.make("")
+            found = entries(self._storage)
+        except (FileExistsError, NotADirectoryError) as error:
+            part = "it is" if isinstance(error, FileExistsError) else "a part of the path is"
+            raise ElasticError(
+                f"elastic.session: checkpoints cannot be kept at {self._storage}: {part} a file, and a folder was"
+                " expected; name another one as checkpoint=, which need not be there yet"
+            ) from error
+        except Exception as error:
+            raise ElasticError(
+                f"elastic.session: checkpoints cannot be kept at {self._storage}: {error}"
+            ) from error
+        for entry in found:
+            if entry.problem:
+                self._pass_over(entry, entry.problem)
+        candidates = to_load(found)
+        if not candidates:
+            return None
+        from . import checkpoint_files
+
+        for entry in candidates:
+            assert entry.record is not None
+            try:
+                checkpoint_files.check(self._storage, entry.name, entry.record)
+            except checkpoint_files.Unreadable as error:
+                self._pass_over(entry, error)
+                continue
+            return entry.name
+        _log.warning("no checkpoint at %s can be loaded; training begins at step 0", self._storage)
+        return None
+
+    def _pass_over(self, entry: Entry, why: object) -> None:
+        self._passed_over |= {entry.name}
+        _log.warning(
+            "the checkpoint %s at %s is damaged, so an earlier one is looked for: %s",
+            *(entry.name, self._storage, why),
+        )
+
+    def _load(self, name: str) -> Loaded:
+        from . import checkpoint_files
+
+        try:
+            record = Record.parse(self._storage.read(f"{name}/{RECORD}"))
+            state = checkpoint_files.read(self._storage, name, self._state.owners())
+        except Exception as error:
+            raise ElasticError(
+                f"elastic.session: rank {self._rank} cannot read the checkpoint {name} at {self._storage}, which rank 0 has"
+                f" found whole: {error}. All nodes need access to the same place"
+            ) from error
+        try:
+            self._state.restore(state)
+        except ElasticError as error:
+            raise ElasticError(
+                f"elastic.session: the checkpoint {name} at {self._storage} does not fit: {error}. Give another place to"
+                " begin anew"
+            ) from error
+        self._newest = record.step
+        if self._rank == 0:
+            # A warning, because a place that was used before may have been forgotten.
+            _log.warning(
+                "training continues at step %d, from the checkpoint %s at %s",
+                *(record.step, name, self._storage),
+            )
+        packed: list[torch.Tensor] = state[checkpoint_files.SESSION]["ranks"]
+        is_own = len(packed) == self._size
+        own = OwnState.unpack(packed[self._rank if is_own else 0].numpy().tobytes())
+        return Loaded(record, own, is_own)
+
+    # -- at the boundary of a step ----------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is taken after this many steps. The same on all ranks."""
+        return step // self._every > self._newest // self._every
+
+    def join_at(self, step: int) -> None:
+        """This process has taken the place of a lost one, after this many steps. The lost one may not have got to this boundary."""
+        self._newest = step - 1
+
+    def is_last(self, step: int) -> bool:
+        """The job is told to stop: whether the last one is to be taken here. The same on all ranks, at some boundary."""
+        if self._last_step is None:
+            self._last_step = LastStep(self._board, self._rank, self._size)
+        try:
+            return self._last_step.is_here(step)
+        except Exception as error:  # noqa: BLE001  of any store; there is no last checkpoint then
+            _log.debug("rank %d cannot agree on a last checkpoint: %s", self._rank, error)
+            return False
+
+    def take_last(self, own: OwnState) -> None:
+        """The job stops here. Blocks: until everything that this rank has to write is written."""
+        self.end(own)
+        if self._rank == 0 and self._written == own.steps:
+            _log.warning("told to stop: the last checkpoint, of step %d, is written", own.steps)
+
+    def take(self, own: OwnState) -> None:
+        """Take one. Returns when the state is copied; rank 0 writes it in the background.
+
+        If the one before is still being written, this one is left out.
+        """
+        self._take(own, str(own.steps))
+
+    def _take(self, own: OwnState, key: str) -> None:
+        """Take one.
+
+        Args:
+            own: this rank's state.
+            key: of the notes of other ranks.
+        """
+        step = own.steps
+        self._newest = self._due = step
+        if self._rank != 0:
+            self._post(f"{key}/{self._rank}", own.pack())
+            if not self._is_sharded:
+                return
+        if self._is_writing():
+            if self._rank != 0:
+                self._post(_part_key(key, self._rank), b'{"problem": "it still writes the last"}')
+                return
+            # The first one imports DCP, too.
+            if self._tried and not self._is_slow:
+                self._is_slow = True
+                _log.warning(
+                    "writing a checkpoint takes longer than %d steps: the one of step %d is left out, and later ones may be",
+                    *(self._every, step),
+                )
+            return
+        self._copy.take(self._state.now())
+        write = self._write if self._rank == 0 else self._write_part
+        self._thread = threading.Thread(
+            target=write, args=(own, key), name="rally-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def end(self, own: OwnState | None) -> None:
+        """The session ends. Blocks: until everything is written.
+
+        Args:
+            own: this rank's state for a last checkpoint; None after a failure, which takes none.
+        """
+        if own is not None and own.steps != self._newest:
+            self._join(None)
+            self.take(own)
+        elif own is not None and own.steps == self._due:
+            # It was due here, and may have been left out because the one before was still being written.
+            self._join(None)
+            if self._is_missing(own.steps):
+                self._take(own, f"{own.steps}/again")
+        self._join(None if own is not None else AFTER_FAILURE)
+
+    def _is_missing(self, step: int) -> bool:
+        """Whether the checkpoint of this step was not written. The same on all ranks that write a part. Blocks: until rank 0 knows."""
+        if self._rank == 0:
+            is_missing = self._written != step
+            if self._is_sharded:
+                self._post(f"{step}/written", b"no" if is_missing else b"yes")
+            return is_missing
+        if not self._is_sharded:
+            return True  # leave the note once more
+        assert self._board is not None
+        try:
+            return self._board.await_note(f"{step}/written", PARTS) == b"no"
+        except Exception as error:  # noqa: BLE001  of any store
+            _log.debug("rank 0 has not said whether step %d is written: %s", step, error)
+            return False
+
+    def _join(self, timeout: float | None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _post(self, key: str, note: bytes, board: Board | None = None) -> None:
+        board = board or self._board
+        assert board is not None
+        try:
+            board.post(key, note)
+            self._posted.append(key)
+            # Rank 0 is at most one step away, so it has read the older ones, or left them out.
+            if len(self._posted) > 8:
+                board.drop(self._posted.pop(0))
+        except Exception as error:  # noqa: BLE001  of any store; rank 0 says that the checkpoint is left out
+            _log.debug("rank %d could not leave its note %s: %s", self._rank, key, error)
+
+    # -- in the background ------------------------------------------------------------------------
+
+    def _write(self, own: OwnState, key: str) -> None:
+        step = own.steps
+        try:
+            self._write_one(own, key)
+        except Exception as error:  # noqa: BLE001  whatever it is, training goes on
+            _log.warning(
+                "the checkpoint of step %d was not written to %s: %s; training goes on",
+                *(step, self._storage, error),
+            )
+            self._try_to_remove([name_of(step)])
+        else:
+            # It is complete: if the folder cannot be listed now, that is no reason to remove it.
+            self._prune(name_of(step))
+        self._tried += 1
+
+    def _write_one(self, own: OwnState, key: str) -> None:
+        from . import checkpoint_files
+
+        started = clock.MONOTONIC.now()
+        name = name_of(own.steps)
+        owns = [own.pack(), *self._notes(f"{key}/%d", NOTES)]
+        structure = dict(self._copy.structure)
+        nested = dict(self._copy.nested)
+        ranks = [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in owns]
+        structure[checkpoint_files.SESSION] = {
+            "ranks": [
+                [TENSOR, f"{checkpoint_files.SESSION}.ranks.{rank}"] for rank in range(len(ranks))
+            ]
+        }
+        nested[checkpoint_files.SESSION] = {
+            "ranks": ranks,
+            "structure": checkpoint_files.packed(structure),
+        }
+        files = checkpoint_files.write(
+            self._storage,
+            name,
+            nested,
+            (lambda: self._parts(key)) if self._is_sharded else None,
+        )
+        record = Record(
+            step=own.steps,
+            epoch=own.place.epoch,
+            batch=own.place.batch,
+            ranks=self._size,
+            time=clock.wall(),
+            objects=tuple(self._state.roles),
+            files=files,
+        )
+        checkpoint_files.complete(self._storage, name, record)
+        self._written = own.steps
+        # A damaged one of this step has been replaced.
+        self._passed_over -= {name}
+        _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
+
+    def _write_part(self, own: OwnState, key: str) -> None:
+        """On other ranks than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
+        from . import checkpoint_files
+
+        assert self._new_board is not None
+        try:
+            part = checkpoint_files.write_part(
+                self._storage, name_of(own.steps), self._copy.shards, self._rank
+            )
+            note = part.to_json()
+        except Exception as error:  # noqa: BLE001  rank 0 says that the checkpoint is left out
+            note = {"problem": str(error)}
+        self._post(_part_key(key, self._rank), json.dumps(note).encode(), self._new_board())
+
+    def _parts(self, key: str) -> list[Part]:
+        from .checkpoint_files import Part
+
+        found = []
+        for number, note in enumerate(self._notes(_part_key(key, "%d"), PARTS), 1):
+            record = json.loads(note)
+            if "problem" in record:
+                raise ElasticError(f"rank {number} has not written its part: {record['problem']}")
+            found.append(Part.from_json(record))
+        return found
+
+    def _notes(self, key: str, patience: float) -> list[bytes]:
+        """Notes of the other ranks, in order."""
+        if self._new_board is None:
+            return []
+        board = self._new_board()
+        deadline = clock.Deadline(patience)
+        found = []
+        for rank in range(1, self._size):
+            try:
+                found.append(board.await_note(key % rank, deadline.remaining() or 0.0))
+            except Exception as error:
+                raise ElasticError(f"rank {rank} did not give its part ({error})") from error
+        return found
+
+    def _prune(self, written: str) -> None:
+        try:
+            # One whose record cannot be read stays: that may be so for a moment only.
+            found = [each for each in entries(self._storage) if not each.problem]
+        except Exception as error:  # noqa: BLE001  of any storage; the next one tries again
+            _log.debug("old checkpoints at %s cannot be listed: %s", self._storage, error)
+            return
+        self._try_to_remove(
+            to_remove(found, written=written, keep=self._keep, passed_over=self._passed_over)
+        )
+
+    def _try_to_remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                self._storage.remove(name)
+            except Exception as error:  # noqa: BLE001  the next one tries again
+                _log.debug("%s at %s could not be removed: %s", name, self._storage, error)
+
+
+def _part_key(key: str, rank: int | str) -> str:
+    """Of the note that says what a rank has written."""
+    return f"{key}/{rank}/part"

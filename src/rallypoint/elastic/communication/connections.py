@@ -1,0 +1,298 @@
+"""Gloo's connections, which can be shut from another thread: every collective that waits on them then raises at once.
+
+Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux tells what
+an epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, also those that Gloo opened later,
+and no socket that belongs to anybody else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from rallypoint._core import clock, env as environment, forks
+from rallypoint.elastic import torch_private
+from rallypoint.errors import ElasticError, RendezvousConnectionError
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
+from rallypoint.rendezvous.c10d import c10d_store
+
+from .works import Lives
+
+
+# Seconds that the connections of one group may take. A member that dies in the middle is reported by its supervisor; this is for
+# the moment in which Gloo waits for a member that will not come, and nothing can wake it.
+FORMING = 10.0
+# Seconds in which Gloo wakes those who wait for connections that were shut.
+PATIENCE = 0.2
+# Seconds for a connection to a listener of this process.
+KNOCKING = 1.0
+# How Gloo's side that connects names the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
+_PAIR = struct.Struct("=q")
+# Seconds for a connection to the workers' store.
+STORE_PATIENCE = 15.0
+
+
+class Wiring:
+    """The connections of all groups of this process in one generation.
+
+    Args:
+        host: where the workers' store is served.
+        port: its port.
+        prefix: of the keys under which the members find each other; the same on all of them, and never used before.
+        generation: whose connections they are.
+    """
+
+    def __init__(self, host: str, port: int, prefix: str, generation: int = 0) -> None:
+        self.generation = generation
+        self._address = host, port
+        self._prefix = prefix
+        self._lock = forks.Lock()
+        self._is_cut = False
+        self._devices: list[_Device] = []
+        self._pairs = 0  # at most as many connections were awaited so far
+        self._forming = 0  # groups that are being connected
+        self._cut_at: float | None = None
+        self.lives = Lives()
+        self._client: TcpStore | None = None
+        self._store: Any = None  # c10d's view of it: torch's stubs know no Store
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    def store(self) -> TcpStore:
+        """The connection to the workers' store. Blocks until it is there.
+
+        Raises:
+            RendezvousConnectionError: no store answers, or the wiring was cut.
+        """
+        self._connect()
+        assert self._client is not None
+        return self._client
+
+    def wait(self, key: str, timeout: float) -> bytes:
+        """The value of a key below the prefix. Blocks until it exists.
+
+        Raises:
+            TimeoutError: it did not appear in time.
+            RendezvousConnectionError: the store is gone, or the wiring was cut.
+        """
+        return self.store().get(f"{self._prefix}/{key}", timeout)
+
+    def gather(self, size: int, timeout: float) -> None:
+        """Wait until all members have called this. Once.
+
+        Args:
+            size: how many there are.
+            timeout: in seconds.
+        Raises:
+            TimeoutError, RendezvousConnectionError: as :meth:`wait`.
+        """
+        if self.store().add(f"{self._prefix}/gathered", 1) == size:
+            self.set("all", b"1")
+        self.wait("all", timeout)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a key below the prefix."""
+        self.store().set(f"{self._prefix}/{key}", value)
+
+    def group(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        """Connect the members of a group.
+
+        Collective: all members call it with the same ``name`` and ``size``.   Blocks: until all are connected.
+        Args:
+            name: unique within the wiring.
+            rank: of this process within the group.
+            size: number of members.
+            timeout: of its collectives.
+        Raises:
+            RuntimeError: a member is gone, or the wiring was cut; raised by torch.
+            RendezvousConnectionError: the store is gone.
+        """
+        self._connect()
+        with self._lock:
+            if not self._devices:
+                self._devices = _devices()
+            self._pairs += size
+            self._forming += 1
+        try:
+            return self._connected(name, rank, size, timeout)
+        finally:
+            with self._lock:
+                self._forming -= 1
+
+    def _connected(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        store = torch_private.prefixed(self._store, f"{self._prefix}/{name}")
+        options = torch_private.gloo_options(
+            [device.handle for device in self._devices], timedelta(seconds=FORMING)
+        )
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        if self._is_cut:
+            raise RendezvousConnectionError("a member was lost while the group formed")
+        backend.set_timeout(timeout)
+        return torch_private.group_over(backend, store, rank, size)
+
+    def cut(self) -> None:
+        """Shut everything down, from any thread. Calls that wait on it raise.
+
+        Called again, it shuts what was opened meanwhile. After :data:`PATIENCE`, calls that Gloo has not woken raise, too.
+        """
+        self._is_cut = True
+        now = clock.MONOTONIC.now()
+        with self._lock:
+            store, devices = self._store, list(self._devices)
+            awaited = self._pairs if self._forming else 0
+            self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
+        if store is not None:
+            store.close()
+        for device in devices:
+            device.shut(awaited)
+        if now - cut_at >= PATIENCE:
+            self.lives.end()
+
+    def _connect(self) -> None:
+        with self._lock:
+            if self._client is None and not self._is_cut:
+                host, port = self._address
+                self._client = TcpStore(host, port, timeout=STORE_PATIENCE)
+                self._store = c10d_store(self._client, FORMING)
+        if self._is_cut:
+            raise RendezvousConnectionError("a member was lost while the group formed")
+
+
+class _Device:
+    """A Gloo device: a listener, and the thread that serves all its connections."""
+
+    def __init__(self, interface: str = "") -> None:
+        # Inodes, not descriptors: an older device may end meanwhile, and its numbers be used again. Another thread may
+        # open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
+        before = _sockets()
+        self.handle = torch_private.gloo_device(interface)
+        new = _sockets() - before
+        self._epolls = [
+            epoll
+            for epoll in _epolls()
+            if any(inode in new and _listens(fd) for fd, inode in _watched(epoll).items())
+        ]
+        if not self._epolls:
+            raise ElasticError(
+                "Gloo's connections cannot be found in /proc/self/fdinfo, so they could not be shut after a loss"
+            )
+
+    def shut(self, pairs: int) -> None:
+        """Shut all connections.
+
+        Args:
+            pairs: at least as many as are awaited. A member that dies while a group forms leaves the others waiting for
+                its connection, which has no socket yet. They get one from here, with the number by which Gloo
+                knows the pair, and closed at once.
+        """
+        for epoll in self._epolls:
+            for fd, inode in _watched(epoll).items():
+                if (address := _shut(fd, inode)) is not None:
+                    for number in range(pairs):
+                        _knock(address, number)
+
+
+def _devices() -> list[_Device]:
+    """As torch chooses them: the interfaces of ``GLOO_SOCKET_IFNAME``, else the address of this host's name."""
+    names = environment.snapshot().get("GLOO_SOCKET_IFNAME", "")
+    interfaces = [name for name in names.split(",") if name]
+    return [_Device(name) for name in interfaces] or [_Device()]
+
+
+def _epolls() -> list[int]:
+    return [fd for fd, target in _open_files() if target == "anon_inode:[eventpoll]"]
+
+
+def _sockets() -> set[int]:
+    """The inodes of this process's sockets."""
+    return {int(target[8:-1]) for _, target in _open_files() if target.startswith("socket:[")}
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            pass  # closed meanwhile
+
+
+def _watched(epoll: int) -> dict[int, int]:
+    try:
+        with open(f"/proc/self/fdinfo/{epoll}") as file:
+            return watched(file.read())
+    except OSError:
+        return {}
+
+
+def watched(text: str) -> dict[int, int]:
+    """What an epoll instance watches.
+
+    Args:
+        text: of ``/proc/PID/fdinfo/FD``: lines such as ``tfd: 6 events: 19 data: 5633 pos:0 ino:998a sdev:9``.
+    Returns:
+        Descriptor → inode.
+    """
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("tfd:"):
+            fields = line.split()
+            inodes = [field[4:] for field in fields if field.startswith("ino:")]
+            if len(fields) > 1 and inodes:
+                found[int(fields[1])] = int(inodes[0], 16)
+    return found
+
+
+def _listens(fd: int) -> bool:
+    with _copied(fd) as copy:
+        return copy is not None and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _shut(fd: int, inode: int) -> Any:
+    """Shut a connected socket down. A listener stays, as Gloo ends the process if it fails: returns its address."""
+    with _copied(fd) as copy:
+        if copy is None or os.fstat(copy.fileno()).st_ino != inode:
+            return None  # closed meanwhile, and its number may be another file's
+        try:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return copy.getsockname()
+            # Gloo closes it once it has read all. Were it not writable meanwhile, Gloo would forget what it has to send.
+            copy.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # closed by the peer
+    return None
+
+
+def _knock(address: Any, number: int) -> None:
+    """Connect to a listener of this process as one of the pairs that Gloo awaits, and close."""
+    try:
+        with socket.create_connection(address[:2], timeout=KNOCKING) as knock:
+            knock.sendall(_PAIR.pack(number))
+    except OSError:
+        pass  # the device has ended meanwhile
+
+
+@contextmanager
+def _copied(fd: int) -> Iterator[socket.socket | None]:
+    """A copy of a socket's descriptor; None if it is no socket, or closed."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        yield None
+        return
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with sock:
+        yield sock

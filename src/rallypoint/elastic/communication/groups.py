@@ -1,0 +1,283 @@
+"""Process groups that outlive their members: an outer group that everybody holds, over an inner one that is exchanged.
+
+DDP, DeviceMesh, compiled graphs and variables of the script hold the outer group; after a loss, only the inner one is formed
+anew. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ code reaches it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rallypoint._core import rank_watch
+from rallypoint.elastic import torch_private
+
+from .connections import Wiring
+from .works import Explain, KeptMessage, KeptWork, Lives, attended, dispose
+
+
+T = TypeVar("T")
+
+
+class Answerer(Protocol):
+    """Takes over the operations of a group that has no connections."""
+
+    def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
+        """Run one operation, and return its (finished) work. ``args`` as ``ProcessGroup``'s methods take them."""
+
+
+class KeptGroup(dist.ProcessGroup):
+    """A group whose connections can be exchanged.
+
+    Args:
+        name: torch's name of it.
+        rank: of this process in it.
+        ranks: its members' global ranks, in the order of their group ranks.
+        timeout: of its collectives.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+        # torch's stubs know only the form with a store, which a group of ours has no use for.
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.kept_name = name
+        self._names = [name, ""]
+        self.members = tuple(ranks)
+        self._rank, self._timeout = rank, timeout
+        self._lives: Lives | None = None  # of the inner group's connections
+        self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
+        self.answerer: Answerer | None = None
+        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+        self.before: Callable[[KeptGroup, str], None] | None = None
+        self.explain: Explain | None = None  # in a session
+
+    def connect(self, wiring: Wiring) -> None:
+        """Form the inner group.
+
+        Collective: all members.   Blocks: until they are connected.
+        Raises:
+            RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
+        """
+        self._drop()
+        inner = wiring.group(self.kept_name, self._rank, len(self.members), self._timeout)
+        torch_private.name_group(inner, self.kept_name)
+        self.inner, self.answerer, self._lives = inner, None, wiring.lives
+
+    def disconnect(self, answerer: Answerer) -> None:
+        """Drop the inner group; ``answerer`` takes its place."""
+        self.answerer = answerer
+        self._drop()
+
+    def _drop(self) -> None:
+        if self.inner is not None:
+            dropped, self.inner = [self.inner], None
+            dispose(dropped)
+
+    def barrier_now(self) -> None:
+        """Wait for all members, past what stands in for the connections.
+
+        Raises:
+            RuntimeError: one is lost.
+        """
+        assert self._lives is not None
+        KeptWork(self.inner.barrier(), self._lives).wait()
+
+    def send_now(self, tensor: torch.Tensor, to: int) -> None:
+        """Send a contiguous tensor to a member.   Blocks: until it is sent. Called in :meth:`transfer`."""
+        self.inner.send([tensor], to, 0).wait(self._timeout)
+
+    def receive_now(self, tensor: torch.Tensor, source: int) -> None:
+        """Receive into a contiguous tensor.   Blocks: until it is there. Called in :meth:`transfer`."""
+        self.inner.recv([tensor], source, 0).wait(self._timeout)
+
+    def transfer(self, function: Callable[[], T]) -> T:
+        """Call a function that sends or receives point to point.
+
+        Raises:
+            RuntimeError: a member is lost.
+            Exception: as the function.
+        """
+        assert self._lives is not None
+        return attended(function, self._lives)
+
+    def run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        answerer = self.answerer
+        if answerer is not None:
+            return answerer.run(self, operation, (*args, *kwargs.values()))
+        if self.explain is not None and (changed := self.explain(None)) is not None:
+            raise changed
+        if self.before is not None:
+            self.before(self, operation)
+        try:
+            work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+        except RuntimeError as error:
+            changed = None if self.explain is None else self.explain(error)
+            if changed is None:
+                raise
+            raise changed from error
+        if self._lives is not None:
+            if operation in torch_private.POINT_TO_POINT:
+                work = KeptMessage(work, self._lives, self._timeout, self.explain)
+            else:
+                work = KeptWork(work, self._lives, self.explain)
+        if self.observer is not None:
+            self.observer(self, operation, (*args, *kwargs.values()), work)
+        return work
+
+    def rank(self) -> int:
+        """Of this process in the group. The script may keep it."""
+        rank_watch.note()
+        return self._rank
+
+    def become(self, rank: int) -> None:
+        """Be another rank from now on."""
+        self._rank = rank
+
+    # -- what is not a collective ------------------------------------------------------------------
+
+    # torch keeps a group's name with its backend, which this one lacks. C++ looks for these four names.
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._names[0] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._names[0]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._names[1] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._names[1]
+
+    def getBackendName(self) -> str:  # noqa: N802  C++ looks for this name
+        # Not "gloo": DDP's logger would take the group's backend for torch's own class.
+        return "rallypoint"
+
+    def name(self) -> str:
+        return "gloo"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        if self.inner is not None:
+            self.inner.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        if self.inner is not None:
+            self.inner.shutdown()
+
+    def abort(self) -> None:
+        if self.inner is not None:
+            self.inner.abort()
+
+
+def _operation(name: str) -> Callable[..., dist.Work]:
+    def run(self: KeptGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self.run(name, args, kwargs)
+
+    run.__name__ = name
+    return run
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: KeptGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+# By the names that Python and C++ call them by.
+for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
+    setattr(KeptGroup, _name, _operation(_name))
+for _name in torch_private.PASSED_ON:
+    setattr(KeptGroup, _name, _passed_on(_name))
+for _function in vars(KeptGroup).values():
+    if isinstance(_function, FunctionType):
+        torch_private.run_uncompiled(_function)
+
+
+class Groups:
+    """The groups of this process, in the order in which they were made; the first one is the default group.
+
+    Args:
+        wiring: the connections of the first generation; None in a newcomer, whose groups answer from a record.
+        answerer: what takes the place of connections in a newcomer.
+    """
+
+    def __init__(self, wiring: Wiring | None, answerer: Answerer | None) -> None:
+        self._wiring, self._answerer = wiring, answerer
+        self._groups: list[KeptGroup] = []
+        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+
+    @property
+    def default(self) -> KeptGroup | None:
+        return self._groups[0] if self._groups else None
+
+    def __iter__(self) -> Iterator[KeptGroup]:
+        return iter(list(self._groups))
+
+    @property
+    def wiring(self) -> Wiring | None:
+        return self._wiring
+
+    def install(self) -> None:
+        """From now on, the groups that this process makes with Gloo are kept ones."""
+        torch_private.replace_group_factory(self._make)
+
+    def connect(self, wiring: Wiring) -> None:
+        """Form all groups anew.
+
+        Collective: all members of the default group.   Blocks: until all are connected.
+        """
+        self._wiring, self._answerer = wiring, None
+        for group in self._groups:
+            group.connect(wiring)
+
+    def become(self, rank: int) -> None:
+        """In a spare, which has made only groups of all ranks, or keeps its rank: be another global rank from now on."""
+        for group in self._groups:
+            group.become(group.members.index(rank))
+
+    def _make(
+        self,
+        original: Callable[..., Any],
+        size: int,
+        rank: int,
+        ranks: Sequence[int],
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        **options: Any,
+    ) -> Any:
+        if torch_private.backends_of(backend) != {"gloo"} or str(group_name) in (
+            torch_private.names_of_groups()
+        ):
+            return original(size, rank, ranks, backend, store, group_name, **options)
+        if ranks and self._groups and len(ranks) < len(self._groups[0].members):
+            rank_watch.bind("a group of some ranks is made")
+        tag = options.get("pg_tag")
+        if (existing := torch_private.group_by_tag(tag, ranks)) is not None:
+            return existing
+        if ranks and torch_private.global_rank() not in ranks:
+            return torch_private.NOT_A_MEMBER, None
+        timeout = options.get("timeout") or timedelta(minutes=30)
+        members = list(ranks) or list(range(size))
+        group = KeptGroup(str(group_name), rank, members, timeout)
+        group.observer = self.observer
+        if self._answerer is not None:
+            group.disconnect(self._answerer)
+        else:
+            assert self._wiring is not None
+            group.connect(self._wiring)
+        prefixed = torch_private.prefixed(store, f"{group_name}/")
+        description = options.get("group_desc") or "undefined"
+        torch_private.register(group, str(backend), prefixed, str(group_name), description, tag)
+        self._groups.append(group)
+        return group, prefixed

@@ -1,0 +1,135 @@
+"""Random transforms in a loader's worker processes: what a sample draws depends on the sample alone.
+
+A loader's workers draw from generators that go on from sample to sample. Which worker of which rank reads a sample, and
+what it has read before, differs after a loss. So with an :class:`.Sampler`, generators are seeded for each sample from the
+sampler's seed, the epoch and the sample's index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from rallypoint.elastic import torch_private
+
+
+class Sample(int):
+    """The index of a sample, and what its random numbers begin with."""
+
+    seed: int
+
+    @classmethod
+    def of(cls, index: int, seed: int, epoch: int) -> Sample:
+        """A sample in an epoch.
+
+        Args:
+            index: within the dataset.
+            seed: of the sampler.
+            epoch: its number.
+        """
+        sample = cls(index)
+        sample.seed = _mixed(_mixed(_mixed(seed) ^ epoch) ^ index)
+        return sample
+
+
+def _mixed(number: int) -> int:
+    """The finalizer of SplitMix64 (Steele et al., 2014): neighbours get seeds that have nothing in common."""
+    z = (number + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
+    return z ^ (z >> 31)
+
+
+def seed_for(sample: int) -> None:
+    """Seed torch's, Python's and NumPy's generators for a sample; an index that is no :class:`Sample` changes nothing."""
+    if not isinstance(sample, Sample):
+        return
+    random.seed(sample.seed)
+    # Not torch.manual_seed: that notes each seed for devices that are not in use yet.
+    torch.default_generator.manual_seed(sample.seed)
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed(sample.seed & 0xFFFFFFFF)
+
+
+class SeededDataset:
+    """A map-style dataset that seeds the generators before each sample. Looks like the one that it stands for.
+
+    A dataset that reads whole batches (``__getitems__``, or a loader with ``batch_size=None``) is seeded once for each, for the batch's
+    first sample.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        object.__setattr__(self, "stands_for", dataset)
+
+    @property  # type: ignore[misc]  # isinstance() is to see the dataset's class
+    def __class__(self) -> Any:
+        return type(self.stands_for)
+
+    def __getitem__(self, index: int | list[int]) -> Any:
+        if isinstance(index, list):
+            return self._read(self.stands_for.__getitem__, index)
+        seed_for(index)
+        return self.stands_for[int(index)]
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(object.__getattribute__(self, "stands_for"), name)
+        if name != "__getitems__" or not found:
+            return found
+
+        return lambda indices: self._read(found, indices)
+
+    @staticmethod
+    def _read(read: Callable[[list[int]], Any], indices: Sequence[int]) -> Any:
+        if indices:
+            seed_for(indices[0])
+        return read([int(each) for each in indices])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.stands_for, name, value)
+
+    def __len__(self) -> int:
+        return len(self.stands_for)
+
+    def __reduce__(self) -> Any:
+        return SeededDataset, (self.stands_for,)
+
+
+@contextmanager
+def seeded(loader: Any) -> Generator[None, None, None]:
+    """In the block, a ``DataLoader`` begins iterations whose worker processes seed each sample."""
+    dataset = loader.dataset
+    # The loader refuses to have it set, because it would not heed that later; here it is for the iteration that begins.
+    object.__setattr__(loader, "dataset", SeededDataset(dataset))
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, "dataset", dataset)
+
+
+@contextmanager
+def drawn_alike(loader: DataLoader[Any]) -> Generator[None, None, None]:
+    """A block in which iterating over a loader draws the same numbers, whether or not its workers are running already.
+
+    With ``persistent_workers``, torch draws a seed for them when it starts them, so in a process that begins in the midst of the
+    training the order of the epoch's samples would be another one.
+    """
+    if not loader.persistent_workers or torch_private.has_workers(loader):
+        yield
+        return
+    held = loader.generator
+    # From the generator, without drawing from it.
+    state = torch.get_rng_state() if held is None else held.get_state()
+    seed = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    loader.generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
+    try:
+        yield
+    finally:
+        loader.generator = held

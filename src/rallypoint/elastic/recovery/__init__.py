@@ -1,0 +1,1 @@
+"""After a loss: who is right, and how all come to one step."""

@@ -1,0 +1,176 @@
+"""Who is right after a loss: decisions only.
+
+With replicated state every rank is either at the beginning of a step, or behind it. Who is furthest is right: its gradient had
+everybody's part. The others get its state. With sharded state nobody has the lost part: all go back to a snapshot (:mod:`.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rallypoint.elastic.storage.schedule import Held, common
+from rallypoint.errors import ElasticError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One rank after a loss.
+
+    Args:
+        rank: global.
+        steps: how many steps it has completed.
+        whole: its state is that after these steps. False in a newcomer, in a rank that received only a part of
+            another's state, and after an optimizer has stepped in a step that did not end.
+        objects: what the session was given, in words; the same on all ranks.
+        fingerprint: of its parameters, at the first start; 0 afterwards.
+        groups: the groups that can be kept, in the order in which this rank made them: name and members.
+        layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
+        snapshots: number and steps of those that it has whole; None if the state is replicated.
+        node: the number of its node.
+        lacks_own: it takes a lost rank's place, and what that one kept was lost with its node.
+        door: where it takes copies of other ranks' state: host, port and token; None if it takes none.
+        guests: whose snapshots it has whole, and which.
+    """
+
+    rank: int
+    steps: int
+    whole: bool
+    objects: str
+    fingerprint: int = 0
+    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
+    snapshots: tuple[Held, ...] | None = None
+    node: int = 0
+    lacks_own: bool = False
+    door: tuple[str, int, str] | None = None
+    guests: tuple[tuple[int, tuple[Held, ...]], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Standing:
+        layouts = tuple(
+            None if each is None else tuple(tuple(bucket) for bucket in each)
+            for each in record["layouts"]
+        )
+        groups = tuple((name, tuple(ranks)) for name, ranks in record["groups"])
+        held = record["snapshots"]
+        snapshots = None if held is None else tuple(Held(**each) for each in held)
+        door = record["door"]
+        guests = tuple(
+            (rank, tuple(Held(**each) for each in copies)) for rank, copies in record["guests"]
+        )
+        return cls(
+            **{
+                **record,
+                "layouts": layouts,
+                "groups": groups,
+                "snapshots": snapshots,
+                "door": None if door is None else tuple(door),
+                "guests": guests,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows.
+
+    Args:
+        source: the rank whose state is right; None if all go back to a snapshot.
+        receivers: the ranks that get it, in order.
+        steps: how many steps are complete.
+        layouts: of DDP's gradients, for all ranks.
+        snapshot: to which all go back.
+        fetches: who has a rank's copy of it, and the rank, which lacks it. All do them in this order.
+    """
+
+    source: int | None
+    receivers: tuple[int, ...]
+    steps: int
+    layouts: tuple[tuple[tuple[int, ...], ...] | None, ...]
+    snapshot: Held | None = None
+    fetches: tuple[tuple[int, int], ...] = ()
+
+
+def judge(standings: Sequence[Standing]) -> Verdict:
+    """Decide, from what all ranks say; every rank comes to the same.
+
+    Raises:
+        ElasticError: no rank is whole, no snapshot is complete, or the sessions differ.
+    """
+    by_objects = {each.objects: each.rank for each in standings}
+    if len(by_objects) > 1:
+        told = "; ".join(f"rank {rank}: {text}" for text, rank in sorted(by_objects.items()))
+        raise ElasticError(f"the ranks' sessions hold different objects: {told}")
+    _compare_groups(standings)
+    if any(each.snapshots is not None for each in standings):
+        return _go_back(standings)
+    first = standings[0]
+    for each in standings:
+        if each.whole and first.whole and each.fingerprint != first.fingerprint:
+            raise ElasticError(
+                f"ranks {first.rank} and {each.rank} begin with different parameters. A session keeps replicated state: wrap"
+                " the model in DistributedDataParallel, or give all ranks the same seed or checkpoint"
+            )
+    whole = [each for each in standings if each.whole]
+    if not whole:
+        raise ElasticError(
+            "no rank has a whole state: the step failed after it had changed parameters (optimizer.step, an average, a clamp),"
+            " on all ranks. Keep what communicates behind such a change outside of session.step(); a function that session.run"
+            " runs with other weights puts them back in a `finally` block"
+        )
+    furthest = max(each.steps for each in whole)
+    source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)
+    receivers = tuple(each.rank for each in standings if not each.whole or each.steps < furthest)
+    return Verdict(source.rank, receivers, furthest, _layouts(whole))
+
+
+def _go_back(standings: Sequence[Standing]) -> Verdict:
+    held = {each.rank: set(each.snapshots or ()) for each in standings}
+    copies = [(rank, each.rank, some) for each in standings for rank, some in each.guests]
+    for rank, _, copied in copies:
+        held[rank] |= set(copied)
+    snapshot = common([sorted(held[each.rank]) for each in standings])
+    if snapshot is None:
+        told = "; ".join(
+            f"rank {rank}: {', '.join(str(one.steps) for one in sorted(found)) or 'none'}"
+            for rank, found in held.items()
+        )
+        raise ElasticError(
+            f"no snapshot of the sharded state is whole on all ranks (of these steps they have one: {told})"
+        )
+    fetches = tuple(
+        (
+            min(holder for rank, holder, some in copies if rank == each.rank and snapshot in some),
+            each.rank,
+        )
+        for each in standings
+        if snapshot not in (each.snapshots or ())
+    )
+    return Verdict(None, (), snapshot.steps, _layouts(standings), snapshot, fetches)
+
+
+def _layouts(
+    standings: Sequence[Standing],
+) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    return tuple(
+        next((one for one in each if one is not None), None)
+        for each in zip(*(one.layouts for one in standings), strict=True)
+    )
+
+
+def _compare_groups(standings: Sequence[Standing]) -> None:
+    """Every member of a group must have it, or forming it anew would wait for ever."""
+    held = {each.rank: dict(each.groups) for each in standings}
+    for each in standings:
+        for name, members in each.groups:
+            lacking = [rank for rank in members if held.get(rank, {}).get(name) != members]
+            if lacking:
+                raise ElasticError(
+                    f"rank {each.rank} has made a group of ranks {list(members)} that rank {lacking[0]} has not: make all"
+                    " groups before the session, in the same order on all ranks"
+                )

@@ -1,0 +1,202 @@
+"""Keeping sharded state: nobody else has a rank's part of it, so all take snapshots, and a loss leads all back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rallypoint.elastic.loops.course import Course
+from rallypoint.elastic.loops.own_state import OwnState
+from rallypoint.elastic.loops.rng import RandomState
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.storage.schedule import Held
+from rallypoint.errors import ElasticError
+
+from .agreement import Verdict
+from .keeping import Begun
+from .snapshots import Snapshots
+
+
+# What a lost peer raises in a collective between two steps.
+_LOST: tuple[type[BaseException], ...] = (RuntimeError, OSError)
+
+
+class Sharded:
+    """Snapshots, taken where the script can come back to.
+
+    A snapshot belongs to a scope: a loop over batches, or the stretch between two of them. A loss leads back only within
+    the scope that is under way.
+
+    Args:
+        objects: what the session was given.
+        course: the script's.
+        snapshots: of this rank.
+        catch_up: recovers from a loss between two steps: from the one that the error is a sign of, or from one that
+            was told, if there is one.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        course: Course,
+        snapshots: Snapshots,
+        catch_up: Callable[[BaseException | None], None],
+    ) -> None:
+        self._objects = objects
+        self._course = course
+        self._snapshots = snapshots
+        self._catch_up = catch_up
+        self._scope = 0
+        self.random: RandomState | None = None
+
+    def held(self) -> tuple[Held, ...] | None:
+        return self._snapshots.held()
+
+    def fingerprint(self) -> int:
+        return 0
+
+    def begin(self) -> None:
+        # Before anybody counts on this rank: from now on there is a snapshot to go back to.
+        self._snapshots.take(self._own(), self._scope)
+
+    def begin_batches(self, *, anew: bool) -> None:
+        if anew:
+            self._snapshots.enter_scope(self._scope)
+        else:
+            self._scope += 1
+
+    def approach_batch(self) -> None:
+        self._keep()
+
+    def random_before_fetch(self) -> RandomState | None:
+        return RandomState.now()
+
+    def reach_end_of_batches(self, random: RandomState | None) -> bool:
+        """No loss leads back into a loop that has ended."""
+        self._keep(even_early=True, random=random)
+        return not self._course.is_back
+
+    def end_batches(self) -> None:
+        self._scope += 1
+        if not self._snapshots.is_due(self._course.steps, self._scope - 1, even_early=True):
+            self._snapshots.enter_scope(self._scope)
+
+    def continue_body(self) -> RandomState | None:
+        return None
+
+    def reach_task(self) -> bool:
+        """A loss in the function leads back to here. In a loop over batches, it leads back to an earlier batch."""
+        if self._course.in_batches:
+            return True
+        before = self._course.steps
+        self._keep(even_early=True)
+        return self._course.steps == before
+
+    def leave_task(self, before: int) -> bool:
+        if self._course.in_batches:
+            return True
+        self._keep(even_early=True)
+        return self._course.steps > before
+
+    def begin_step(
+        self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
+    ) -> Begun:
+        # With a batch in hand it is too late to go back: the first collective tells of a loss.
+        if not self._course.in_body and not is_task:
+            self._keep()
+        self._objects.check_state()
+        modes = self._objects.modes.now()
+        return Begun(RandomState.now(), [], self._objects.gradients(), modes=modes)
+
+    def note_collective(self) -> None:
+        pass
+
+    def buffers_behind(self, steps: int) -> bytes:
+        return b""
+
+    def settle(
+        self,
+        verdict: Verdict,
+        begun: Begun | None,
+        *,
+        receives: bool,
+        is_new: bool,
+        buffers: bytes,
+    ) -> None:
+        """Be where the snapshot was taken: with its state, in a loop that gives its batch next."""
+        assert verdict.snapshot is not None
+        snapshots, course, modes = self._snapshots, self._course, self._objects.modes
+        before = modes.now() if begun is None or begun.modes is None else begun.modes
+        optimizers = self._objects.optimizers
+        groups = [list(each.param_groups) for each in optimizers]
+        scope = snapshots.scope_of(verdict.snapshot)
+        own = snapshots.restore(verdict.snapshot)
+        if is_new:
+            snapshots.enter_scope(self._scope)
+            own.random.restore()
+            modes.go_behind_last(is_new=True)
+            course.continue_at(own)
+        elif course.steps == own.steps:
+            # Nothing was completed since; what the script did between two steps is not undone.
+            modes.restore(before)
+            for optimizer, held in zip(optimizers, groups, strict=True):
+                optimizer.param_groups.extend(held[len(optimizer.param_groups) :])
+            if begun is not None:
+                begun.random.restore()
+        elif scope != self._scope:
+            raise ElasticError(
+                f"a loss leads back to step {own.steps} of {course.steps}, before the beginning or behind a break of the loop"
+                " over session.batches that is under way"
+            )
+        else:
+            own.random.restore()
+            course.go_back(own)
+
+    def reach_end(self) -> None:
+        before = self._course.steps
+        self._keep(even_early=True)
+        if self._course.steps < before:
+            raise ElasticError(
+                f"a loss at the end of the session leads back to step {self._course.steps} of {before}, and the loop that would"
+                " redo these steps has ended; session.batches can go back"
+            )
+
+    def close(self) -> None:
+        self._snapshots.close()
+
+    def own_at(self, steps: int) -> bytes:
+        return b""
+
+    def take_place(self, data: bytes) -> None:
+        pass
+
+    def take_own(self, record: bytes, steps: int) -> bool:
+        return False
+
+    def copy(self, copied: Sequence[Held]) -> None:
+        self._snapshots.copy(copied)
+
+    def await_copies(self) -> None:
+        self._snapshots.await_copies()
+
+    def take_copy(
+        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+    ) -> None:
+        receive(self._snapshots.contents(size))
+        self._snapshots.complete(held, size, checksum)
+
+    def _own(self, random: RandomState | None = None) -> OwnState:
+        return OwnState(self._course.steps, self._course.place, random or RandomState.now())
+
+    def _keep(self, *, even_early: bool = False, random: RandomState | None = None) -> None:
+        """Take a snapshot if it is due, and wait until all have it. A loss meanwhile may lead back."""
+        self._catch_up(None)
+        while not self._course.is_back and self._snapshots.is_due(
+            self._course.steps, self._scope, even_early=even_early
+        ):
+            self._snapshots.take(self._own(random), self._scope)
+            try:
+                self._snapshots.agree()
+            except _LOST as error:
+                self._catch_up(error)

@@ -1,0 +1,172 @@
+"""The snapshots of a session with sharded state: taken, agreed on by all ranks, and gone back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from rallypoint._core import clock
+from rallypoint.elastic.loops.own_state import OwnState
+from rallypoint.elastic.replication.copies import Copies
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.storage.schedule import Held, Schedule
+from rallypoint.elastic.storage.slots import Slots
+from rallypoint.errors import ElasticError
+
+from . import local_state
+from .local_state import LocalState
+
+
+class Snapshots:
+    """This rank's side.
+
+    Args:
+        objects: what the session was given.
+        fd: of this rank's memory.
+        every: how many steps a loss may cost, or None.
+        copies: on other nodes, if there are any.
+    """
+
+    def __init__(
+        self, objects: Objects, fd: int, every: int | None, copies: Copies | None = None
+    ) -> None:
+        self._state = LocalState(objects)
+        self._slots = Slots(fd)
+        self._copies = copies
+        # While the last snapshot is being copied, the loss of a node leads back to the one before.
+        self._schedule = Schedule(every if every is None or copies is None else max(1, every // 2))
+        self._is_copied_at_once = copies is not None and every == 1
+        self._last = Held(0, 0)
+        self._scope = 0  # of the last snapshot
+        self._scopes: dict[int, int] = {}  # number -> where in the program this process took it
+        self._cost = self._step = 0.0  # seconds of the last snapshot, and of a step before it
+        self._steps_since = clock.MONOTONIC.now()
+
+    @property
+    def interval(self) -> int:
+        """Steps from the last snapshot to the next."""
+        return self._schedule.interval
+
+    def is_due(self, steps: int, scope: int, *, even_early: bool = False) -> bool:
+        """Whether the next one is due.
+
+        Args:
+            steps: how many are complete.
+            scope: the loop over batches that is under way; one is due where another begins.
+            even_early: one is due if there was a step since the last.
+        """
+        if not self._last.number or scope != self._scope:
+            return True
+        return self._schedule.is_due(steps) or (even_early and steps != self._last.steps)
+
+    def take(self, own: OwnState, scope: int) -> None:
+        """Copy this rank's part into its memory.
+
+        Raises:
+            ElasticError: an optimizer's state is sharded in another way than its parameters.
+            OSError: no more memory.
+        """
+        begun = clock.MONOTONIC.now()
+        if self._copies is not None:
+            # The one before is overwritten: from here on, a lost node's part of the last one must be elsewhere.
+            self._copies.wait()
+        structure, tensors = self._state.pack()
+        record = {
+            "own": torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8),
+            "structure": structure,
+            "sizes": [each.numel() * each.element_size() for each in tensors],
+        }
+        size, pieces = local_state.laid_out(local_state.packed(record), tensors)
+        held = Held(self._last.number + 1, own.steps)
+        self._slots.write(held, size, pieces)
+        now = clock.MONOTONIC.now()
+        self._cost = now - begun
+        if self._copies is not None:
+            self._cost += self._copies.spent
+        steps = own.steps - self._last.steps
+        self._step = (begun - self._steps_since) / steps if steps > 0 else 0.0
+        self._steps_since = now
+        self._last = held
+        self._scopes = {
+            number: at for number, at in self._scopes.items() if number >= held.number - 1
+        }
+        self._scopes[held.number] = self._scope = scope
+        self.copy(())
+
+    def copy(self, copied: Sequence[Held]) -> None:
+        """Send the last snapshot to other nodes, in the background, unless it is one of these."""
+        if self._copies is not None and self._copies.is_connected and self._last not in copied:
+            self._copies.wait()
+            self._copies.begin(self._last, *self._slots.place(self._last))
+
+    def await_copies(self) -> None:
+        """Wait until the last snapshot is on other nodes, too, or a loss prevents it."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def agree(self) -> None:
+        """Wait until all ranks have the last one, and learn from them when the next is due.
+
+        Collective: all ranks.   Blocks: until they are there.
+        Raises:
+            RuntimeError: a rank is lost.
+        """
+        if self._is_copied_at_once:
+            self.await_copies()
+        # The slowest copy, and the fastest step.
+        figures = torch.tensor([self._cost, -self._step], dtype=torch.float64)
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+        cost, step = figures.tolist()
+        self._schedule.note(self._last.steps, cost, -step)
+
+    def enter_scope(self, scope: int) -> None:
+        """The last snapshot belongs to this part of the program, too."""
+        self._scopes[self._last.number] = self._scope = scope
+
+    def held(self) -> tuple[Held, ...]:
+        """The whole snapshots in this rank's memory; reads all of them."""
+        return self._slots.check()
+
+    def scope_of(self, held: Held) -> int | None:
+        """Where this process took one; None if it did not."""
+        return self._scopes.get(held.number)
+
+    def contents(self, size: int) -> torch.Tensor:
+        """Memory for this rank's part of a snapshot, which comes from another node: ``[size]``, uint8. Not to be kept."""
+        return torch.frombuffer(self._slots.prepare(size), dtype=torch.uint8)
+
+    def complete(self, held: Held, size: int, checksum: int) -> None:
+        """It has come.
+
+        Raises:
+            ElasticError: it is damaged.
+        """
+        if not self._slots.complete(held, size, checksum):
+            raise ElasticError(
+                f"this rank's part of the snapshot of step {held.steps} has come damaged from another node"
+            )
+
+    def restore(self, held: Held) -> OwnState:
+        """Make the state of a snapshot the present one, and drop newer ones.
+
+        Returns:
+            This rank's own state of then.
+        """
+        head, contents = local_state.taken_apart(self._slots.read(held))
+        record = local_state.unpacked(head)
+        tensors = local_state.tensors_in(contents, record["sizes"])
+        self._state.restore(record["structure"], tensors)
+        del tensors, contents
+        self._slots.drop_after(held.number)
+        self._last = held
+        self._scope = self._scopes.get(held.number, 0)
+        self._scopes[held.number] = self._scope
+        self._schedule.restart(held.steps)
+        self._steps_since = clock.MONOTONIC.now()
+        return OwnState.unpack(bytes(record["own"].numpy()))
+
+    def close(self) -> None:
+        """Give the mappings back."""
+        self._slots.close()

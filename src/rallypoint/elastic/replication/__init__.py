@@ -1,0 +1,1 @@
+"""What of a rank is copied to other nodes."""

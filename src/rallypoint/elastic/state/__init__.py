@@ -1,0 +1,1 @@
+"""What a session is given: modules, optimizers, schedulers; their state on its way to another rank."""

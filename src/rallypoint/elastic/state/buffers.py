@@ -1,0 +1,170 @@
+"""The buffers of modules, wherever they are: a forward pass may change one in place, and it may assign another tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rallypoint.elastic import torch_private
+from rallypoint.elastic.communication.setup_record import bytes_of
+from rallypoint.errors import ElasticError
+
+
+# Buffers of modules up to this many bytes are kept in each step.
+MAX_BUFFERS = 32 * 1024
+# Bytes of a buffer's digest, by which two ranks compare theirs.
+DIGEST = 8
+
+
+class Buffers:
+    """The buffers of a session's modules.
+
+    Args:
+        parts: all modules, in the same order on all ranks.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = list(parts)
+        self._held = torch_private.buffers_of(self._parts)
+        self._are_large = False
+
+    def _places(self) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+        self._held = torch_private.buffers_of(self._parts)
+        return [(held, name) for held in self._held for name in held]
+
+    def now(self) -> list[torch.Tensor]:
+        """Each one once, but for those without elements."""
+        found = {
+            id(each): each
+            for held in self._held
+            for each in held.values()
+            if each is not None and each.numel()
+        }
+        return list(found.values())
+
+    # -- one step -----------------------------------------------------------------------------------
+
+    def copied(self, data: bytes = b"") -> list[Any]:
+        """What is where, and copies, for :meth:`restore`.
+
+        Args:
+            data: what :meth:`as_bytes` has just returned, which is a copy of them all; empty: there is none.
+        """
+        places = [(held, name, held[name]) for held, name in self._places()]
+        buffers = self.now()
+        # Cloning a hundred small tensors takes a third of a millisecond. A module may have its first buffer since.
+        is_whole = data and len(data) == sum([each.nbytes for each in buffers])
+        if is_whole and all(type(each) is torch.Tensor for each in buffers):
+            return [places, buffers, data]
+        return [places, buffers, [each.detach().clone() for each in buffers]]
+
+    @torch.no_grad()
+    def restore(self, saved: Sequence[Any]) -> None:
+        """Go back to a copy."""
+        places, buffers, copies = saved
+        for held, name, before in places:
+            held[name] = before
+        if isinstance(copies, bytes):
+            copies = [
+                torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                .view(each.dtype)
+                .view(each.shape)
+                for each, part in zip(buffers, _parts(copies, buffers), strict=True)
+            ]
+        for buffer, copy in zip(buffers, copies, strict=True):
+            buffer.copy_(copy)
+
+    # -- as bytes -----------------------------------------------------------------------------------
+
+    def as_bytes(self) -> bytes:
+        """All of them, if they are small, else nothing."""
+        if self._are_large:  # it is asked before each collective
+            return b""
+        buffers = self.now()
+        self._are_large = sum([each.nbytes for each in buffers]) > MAX_BUFFERS
+        return b"" if self._are_large else b"".join([bytes_of(each) for each in buffers])
+
+    @torch.no_grad()
+    def fill(self, data: bytes, left_out: Sequence[bool] = ()) -> None:
+        """From :meth:`as_bytes`, but for those that are ``left_out``. Nothing, if they had other sizes then."""
+        buffers = self.now()
+        if len(data) != sum(each.nbytes for each in buffers):
+            return
+        left_out = left_out or [False] * len(buffers)
+        for buffer, part, stays in zip(buffers, self._parted(data), left_out, strict=True):
+            if not stays:
+                given = torch.frombuffer(bytearray(part), dtype=buffer.dtype)
+                buffer.copy_(given.view(buffer.shape))
+
+    def digests(self, data: bytes) -> bytes:
+        """Of each buffer in what :meth:`as_bytes` returned: :data:`DIGEST` bytes."""
+        return b"".join(
+            hashlib.blake2b(part, digest_size=DIGEST).digest() for part in self._parted(data)
+        )
+
+    def _parted(self, data: bytes) -> Iterator[bytes]:
+        return _parts(data, self.now() if data else ())
+
+    # -- from one rank to another -----------------------------------------------------------------
+
+    def told(self) -> list[Any]:
+        """For each place, which buffer is there, its shape and type; None where there is none."""
+        numbers: dict[int, int] = {}
+        found: list[Any] = []
+        for held, name in self._places():
+            each = held[name]
+            number = numbers.setdefault(id(each), len(numbers))
+            found.append(None if each is None else [number, *_shape(each)])
+        return found
+
+    def take(self, told: Sequence[Any]) -> None:
+        """Have such buffers as another rank, to be filled: those here that do not fit are replaced.
+
+        Args:
+            told: from :meth:`told`.
+        Raises:
+            ElasticError: the modules here have others.
+        """
+        places = self._places()
+        if len(places) != len(told):
+            raise ElasticError(
+                f"the modules of this rank have {len(places)} buffers, those of the others {len(told)}: register them before"
+                " the session, on all ranks"
+            )
+        made: dict[int, torch.Tensor] = {}
+        used: set[int] = set()
+        for (held, name), one in zip(places, told, strict=True):
+            own = held[name]
+            if one is None:
+                held[name] = None
+                continue
+            number, *shape = one
+            if number not in made:
+                fits = own is not None and _shape(own) == shape and id(own) not in used
+                made[number] = own if own is not None and fits else self._new(own, shape)
+                used.add(id(made[number]))
+            held[name] = made[number]
+
+    def _new(self, own: torch.Tensor | None, shape: Sequence[Any]) -> torch.Tensor:
+        near: Any = own if own is not None else next(iter(self._near()), None)
+        device = "cpu" if near is None else near.device
+        return torch.empty(shape[0], dtype=getattr(torch, shape[1]), device=device)
+
+    def _near(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            yield from part.parameters()
+
+
+def _parts(data: bytes, buffers: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    at = 0
+    for each in buffers:
+        yield data[at : at + each.nbytes]
+        at += each.nbytes
+
+
+def _shape(tensor: torch.Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]

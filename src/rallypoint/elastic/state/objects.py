@@ -1,0 +1,492 @@
+"""The objects of a session: their state as tensors and a little structure, sent from one rank to another.
+
+A module's tensors are received in place. Everything else goes through ``state_dict`` and ``load_state_dict``. Structure is read
+by torch's restricted unpickler, which executes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rallypoint.elastic import torch_private
+from rallypoint.elastic.communication.groups import KeptGroup
+from rallypoint.elastic.communication.setup_record import Scripted, Unchanged, bytes_of
+from rallypoint.errors import ElasticError
+
+from . import optimizer_state
+from .buffers import Buffers
+from .loose_parameters import of_no_module
+from .modes import Flags, Modes
+from .param_groups import Members, add_missing, members
+from .plain_data import of_kind, plain, unreadable
+from .settings import Settings
+
+
+_TENSOR = "rallypoint tensor"
+
+_log = logging.getLogger(__name__)
+
+
+class Objects:
+    """What ``elastic.session`` was given.
+
+    Args:
+        given: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
+
+    Raises:
+        TypeError: an object has neither.
+        ElasticError: a DDP module has a static graph, or a communication hook with state; a parameter or buffer is sparse.
+    """
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        for each in given:
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(
+                    f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
+                    " optimizers, schedulers, scalers, or objects with these two methods"
+                )
+            _check_ddp(each)
+            if isinstance(each, nn.Module):
+                _check_layouts(each)
+                # A forward pass before the session may have left whole parameters in the place of shards.
+                torch_private.reset_fsdp(each)
+        self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
+        modules = [each for each in given if isinstance(each, nn.Module)]
+        given = self.given = (*given, *of_no_module(self.optimizers, modules))
+        self.modules = [each for each in given if isinstance(each, nn.Module)]
+        parts = (part for module in self.modules for part in module.modules())
+        submodules = list({id(each): each for each in parts}.values())
+        # Everything else that has a state of its own, in the same order on all ranks.
+        self.others = [
+            *(each for each in given if not isinstance(each, nn.Module)),
+            *(ExtraState(each) for each in submodules if ExtraState.is_in(each)),
+        ]
+        self._parameters = [
+            parameter for module in self.modules for parameter in module.parameters()
+        ]
+        self.modes = Modes(submodules, self._parameters)
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
+        self.is_sharded = any(sharded)
+        self.has_zero = any(
+            torch_private.local_optimizer(each) is not each for each in self.optimizers
+        )
+        self.buffers = Buffers(submodules)
+        self._to_check = 2
+        self.settings = Settings(self.optimizers, self.others)
+        self._new_at = {net: _versions(net) for net in self.ddp}
+        # Layouts that were settled here. DDP changes none, but cannot tell one of sparse gradients before it has had some.
+        self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
+
+    @property
+    def ddp(self) -> list[DistributedDataParallel]:
+        """All DDP modules, also those within others."""
+        found = [part for module in self.modules for part in module.modules()]
+        return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+    def local_tensors(self) -> Iterator[torch.Tensor]:
+        """This rank's part of all parameters and buffers, in the same order on all ranks."""
+        for each in self._tensors_of_modules():
+            yield torch_private.local_part(each)
+
+    def describe(self) -> str:
+        """In words, the same on all ranks: classes, and how many parameters and elements."""
+        words = []
+        for each in self.given:
+            text = type(each).__name__
+            if isinstance(each, nn.Module):
+                tensors = list(each.parameters())
+                text += (
+                    f" ({len(tensors)} parameters, {sum(t.numel() for t in tensors):,} elements)"
+                )
+            words.append(text)
+        return ", ".join(words) or "nothing"
+
+    def fingerprint(self) -> int:
+        """A number that depends on all parameters: the same on ranks that hold the same."""
+        total = 0
+        for number, each in enumerate(self._parameters, 1):
+            flat = each.detach().contiguous().view(-1).view(torch.uint8)
+            if flat.storage_offset() % 8:  # a part of one flat tensor, where no word need begin
+                flat = flat.clone()
+            total += number * int(flat.sum(dtype=torch.int64).item())
+            whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
+            total ^= int(whole.sum().item()) if whole.numel() else 0
+        return total
+
+    # -- one step -----------------------------------------------------------------------------------
+
+    def changes(self) -> int:
+        """How often parameters were changed in place, if none of them is sharded. Called in each step."""
+        return torch_private.sum_of_versions(self._parameters)
+
+    def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
+        """All gradients, and how often each was changed in place."""
+        found = (each.grad for each in self._parameters)
+        return [None if each is None else (each, _version(each)) for each in found]
+
+    def accumulated(
+        self, before: Sequence[tuple[torch.Tensor, int] | None]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters and gradients that a step has left and did not find. Those that are zero or not finite do not count."""
+        for parameter, held in zip(self._parameters, before, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                continue
+            changed = held is None or held[0] is not grad or held[1] != _version(grad)
+            if changed and torch_private.is_gradient(grad):
+                yield parameter, grad
+
+    def fsdp_parameters(self) -> Iterator[torch.Tensor]:
+        """Those of FSDP2, whose gradients do not arrive by autograd."""
+        for module in self.modules:
+            for part in torch_private.fsdp_parts(module):
+                yield from part.parameters()
+
+    def drop_gradients(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> None:
+        """After a step that did not end: as they were at its beginning, none or zero."""
+        for parameter, held in zip(self._parameters, before, strict=True):
+            parameter.grad = None if held is None else torch.zeros_like(held[0])
+        self._reset_scalers()
+
+    def set_gradients(self, present: Sequence[bool]) -> None:
+        """Make each gradient zero, or none."""
+        for parameter, is_there in zip(self._parameters, present, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if is_there else None
+        self._reset_scalers()
+
+    def _reset_scalers(self) -> None:
+        for each in self.others:
+            if isinstance(each, torch.amp.GradScaler):
+                torch_private.reset_scaler(each)
+
+    # -- rehearsals ---------------------------------------------------------------------------------
+
+    def save(self) -> tuple[list[torch.Tensor], list[Any], list[Any], Flags]:
+        """Copies of everything, gradients apart."""
+        tensors = [each.detach().clone() for each in self._parameters]
+        rest = [copy.deepcopy(optimizer_state.part_of(each)) for each in self.others]
+        return tensors, self.buffers.copied(), rest, self.modes.now()
+
+    def put_back(self, saved: tuple[list[torch.Tensor], list[Any], list[Any], Flags]) -> None:
+        """From :meth:`save`."""
+        tensors, buffers, rest, modes = saved
+        with torch.no_grad():
+            for each, held in zip(self._parameters, tensors, strict=True):
+                each.copy_(held)
+        self.buffers.restore(buffers)
+        for each, state in zip(self.others, rest, strict=True):
+            optimizer_state.load_part(each, state)
+        self.modes.restore(modes)
+
+    # -- DDP ------------------------------------------------------------------------------------------
+
+    def layouts(self, *, settle: bool = False) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+        """Of each DDP module: which gradients it reduces together.
+
+        Args:
+            settle: DDP settles that at the beginning of its second pass. Do it now for those whose first pass was in a complete
+                step: without the loss, their next pass would have had this layout, and with another one sums are rounded in
+                another order. Only after a loss: the reducer cannot be used until :meth:`restore_layouts`.
+        """
+        found = []
+        for net in self.ddp:
+            layout = self._layout_of(net)
+            if layout is None and settle and self._has_stepped(net):
+                with self._answered(net, Unchanged()), contextlib.suppress(RuntimeError):
+                    torch_private.rebuild_buckets(net)
+                layout = self._layout_of(net)
+            found.append(layout)
+        return tuple(found)
+
+    def _layout_of(self, net: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+        """None also where nobody can tell it; if no rank can, all settle it once more."""
+        try:
+            layout = torch_private.layout_of_buckets(net)
+        except RuntimeError:
+            return self._settled.get(net)
+        return None if layout is None else tuple(map(tuple, layout))
+
+    def _has_stepped(self, net: DistributedDataParallel) -> bool:
+        """Whether an optimizer has changed it since its reducer was new."""
+        return _versions(net) != self._new_at.get(net)
+
+    @contextlib.contextmanager
+    def _answered(self, net: DistributedDataParallel, answerer: Any) -> Iterator[None]:
+        """The module's collectives are answered here, by nobody else."""
+        group = torch_private.group_of_ddp(net)
+        inner, group.inner, group.answerer = group.inner, None, answerer
+        try:
+            yield
+        finally:
+            group.inner, group.answerer = inner, None
+
+    def restore_layouts(
+        self, layouts: Sequence[tuple[tuple[int, ...], ...] | None], groups: Sequence[KeptGroup]
+    ) -> None:
+        """Make each DDP module ready for a first pass, with this layout. The groups have no connections meanwhile.
+
+        DDP has no way to set a layout. But it settles one by asking rank 0 for it, so it is told this one.
+        """
+        for net, layout in zip(self.ddp, layouts, strict=True):
+            torch_private.reset_reducer(net)
+            self._new_at[net] = _versions(net)
+            self._settled.pop(net, None)
+            if layout is None:
+                continue
+            self._settled[net] = layout
+            indices = [index for bucket in layout for index in bucket]
+            script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
+            with self._answered(net, script):
+                torch_private.settle_buckets(net)
+
+    # -- from one rank to another -----------------------------------------------------------------
+
+    def unreadable(self) -> str:
+        """What another process could not read of the present state: of which object, and its keys. Empty if there is nothing."""
+        parts = [optimizer_state.part_of(each) for each in self.others]
+        states = [each["other"] if "other" in each else each["optimizer"] for each in parts]
+        return self._unreadable([_emptied(each, []) for each in states])
+
+    def _unreadable(self, rest: Sequence[Any]) -> str:
+        for each, state in zip(self.others, rest, strict=True):
+            if found := unreadable(state):
+                return f"the state of {_named(each)} holds {found.removeprefix(', ')}"
+        return ""
+
+    def check_state(self) -> None:
+        """A step begins. Say what another process could not read, at the first one and with what that leaves."""
+        if not self._to_check:
+            return
+        self._to_check -= 1
+        if not (found := self.unreadable()):
+            return
+        self._to_check = 0
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        _log.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "elastic.session: %s, which a process that takes a lost rank over cannot read: the job would fail then. Keep numbers,"
+            " texts, tensors, and lists and dicts of these in it, or name the class to torch.serialization.add_safe_globals",
+            found,
+        )
+
+    def send(self, group: KeptGroup, to: int) -> int:
+        """Send everything. Returns the number of bytes.
+
+        Raises:
+            ElasticError: something could not be read again.
+        """
+        structure, tensors = self._state()
+        if found := self._unreadable(structure["rest"]):
+            raise ElasticError(
+                f"{found}, which a process that takes a lost rank over cannot read. Keep numbers, texts, tensors, and lists and"
+                " dicts of these in it, or name the class to torch.serialization.add_safe_globals"
+            )
+        head = io.BytesIO()
+        torch.save(structure, head)
+        data = torch.frombuffer(bytearray(head.getbuffer()), dtype=torch.uint8)
+        sent = [torch.tensor([data.numel()]), data, *tensors]
+        for each in sent:
+            if each.numel():
+                group.send_now(each.detach().contiguous(), to)
+        return sum(each.numel() * each.element_size() for each in sent)
+
+    def receive(self, group: KeptGroup, source: int) -> int:
+        """Receive everything. Returns the number of bytes.
+
+        Raises:
+            RuntimeError: the sender is gone; what was received is a part.
+            ElasticError: the sender's modules have other shapes.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        group.receive_now(size, source)
+        data = torch.zeros(int(size.item()), dtype=torch.uint8)
+        group.receive_now(data, source)
+        structure = torch.load(io.BytesIO(bytes_of(data)), weights_only=True)
+        received = data.numel() + 8
+        own = [_shape(each) for each in self._parameters]
+        if structure["modules"] != own:
+            raise ElasticError(
+                "the modules of this rank have other shapes or types than the others'"
+            )
+        self.buffers.take(structure["buffers"])
+        with torch.no_grad():
+            for each in self._tensors_of_modules():
+                received += _receive_into(each, group, source)
+        tensors = []
+        for shape, dtype in structure["tensors"]:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            received += _receive_into(tensor, group, source)
+            tensors.append(tensor)
+        states = [_filled(state, tensors) for state in structure["rest"]]
+        self.add_missing_groups(
+            structure["groups"], [state.get("param_groups", ()) for state in states]
+        )
+        for each, state in zip(self.others, states, strict=True):
+            optimizer_state.load(each, state)
+        self.modes.take(structure["modes"])
+        self.set_gradients(structure["gradients"])
+        return received
+
+    def groups(self) -> list[Members]:
+        """Which parameters are in which group, of each of the others: of those that are no optimizers, nothing."""
+        return [
+            members(each, self._parameters) if isinstance(each, torch.optim.Optimizer) else []
+            for each in self.others
+        ]
+
+    def add_missing_groups(
+        self, wanted: Sequence[Members], options: Sequence[Sequence[dict[str, Any]]]
+    ) -> None:
+        """Add those that another process has besides.
+
+        Args:
+            wanted: from :meth:`groups`.
+            options: for each of the others: its ``param_groups`` there.
+        Raises:
+            ElasticError: that cannot be done.
+        """
+        for each, groups, given in zip(self.others, wanted, options, strict=True):
+            if isinstance(each, torch.optim.Optimizer):
+                add_missing(each, self._parameters, groups, given)
+
+    def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
+        seen: set[int] = set()
+        # FSDP puts whole parameters in the place of shards during a pass: these are the shards.
+        buffers = (buffer for module in self.modules for buffer in module.buffers())
+        for each in (*self._parameters, *buffers):
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield each
+
+    def _state(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
+        rest = [_emptied(each.state_dict(), tensors) for each in self.others]
+        structure = {
+            "modules": [_shape(each) for each in self._parameters],
+            "buffers": self.buffers.told(),
+            "tensors": [_shape(each) for each in tensors],
+            "rest": rest,
+            "groups": self.groups(),
+            "modes": self.modes.told(),
+            # An optimizer takes zeros for a gradient: it decays weights, and moments move on. Sparse ones have nothing in them.
+            "gradients": [
+                each.grad is not None and each.grad.layout == torch.strided
+                for each in self._parameters
+            ],
+        }
+        return structure, [*self._tensors_of_modules(), *tensors]
+
+
+class ExtraState:
+    """What a module keeps besides tensors: ``get_extra_state`` and ``set_extra_state``.
+
+    Args:
+        module: that defines them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @staticmethod
+    def is_in(module: nn.Module) -> bool:
+        kind, base = type(module), nn.Module
+        return (
+            kind.get_extra_state is not base.get_extra_state
+            and kind.set_extra_state is not base.set_extra_state
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"extra": self.module.get_extra_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.set_extra_state(state["extra"])
+
+
+def _named(given: Any) -> str:
+    if isinstance(given, ExtraState):
+        return f"a {type(given.module).__name__} (get_extra_state)"
+    return f"a {type(given).__name__}"
+
+
+def _check_layouts(module: nn.Module) -> None:
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if each.layout is not torch.strided:
+            kind = str(each.layout).removeprefix("torch.")
+            raise ElasticError(
+                f"elastic.session: {name!r} of a {type(module).__name__} has the layout {kind}, and only dense tensors can be kept."
+                " If it does not change in training, assign it as a plain attribute instead of registering it as a buffer"
+            )
+
+
+def _check_ddp(given: Any) -> None:
+    for part in given.modules() if isinstance(given, nn.Module) else ():
+        if isinstance(part, DistributedDataParallel) and torch_private.is_static(part):
+            raise ElasticError(
+                "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
+                " over would reduce its first gradients in another order than the others"
+            )
+        if isinstance(part, DistributedDataParallel) and (
+            name := torch_private.stateful_hook(part)
+        ):
+            raise ElasticError(
+                f"elastic.session: a communication hook with a {name} cannot be kept: it has errors and counts of its own on each"
+                " rank, which are lost with a process. Use a hook without state, such as bf16_compress_hook"
+            )
+
+
+def _versions(net: nn.Module) -> int:
+    """How often its parameters were changed in place."""
+    return sum(_version(each) for each in net.parameters())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return torch_private.version(torch_private.local_part(tensor))
+
+
+def _shape(tensor: torch.Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """``state`` with tensors replaced by their place in ``tensors``."""
+    if isinstance(state, torch.Tensor):
+        tensors.append(state)
+        return [_TENSOR, len(tensors) - 1]
+    if isinstance(state, dict):
+        items = {plain(key): _emptied(value, tensors) for key, value in state.items()}
+        return of_kind(state, items)
+    if type(state) in (list, tuple):
+        return type(state)(_emptied(each, tensors) for each in state)
+    return plain(state)
+
+
+def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(state, list) and len(state) == 2 and state[0] == _TENSOR:
+        return tensors[state[1]]
+    if isinstance(state, dict):
+        return of_kind(state, {key: _filled(value, tensors) for key, value in state.items()})
+    if type(state) in (list, tuple):
+        return type(state)(_filled(each, tensors) for each in state)
+    return state
+
+
+def _receive_into(tensor: torch.Tensor, group: KeptGroup, source: int) -> int:
+    if not tensor.numel():
+        return 0
+    target = tensor.detach()
+    place = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+    group.receive_now(place, source)
+    if place is not target:
+        target.copy_(place)
+    return tensor.numel() * tensor.element_size()

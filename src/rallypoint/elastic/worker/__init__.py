@@ -1,0 +1,1 @@
+"""This process as one that can be kept, and its supervisor."""

@@ -1,0 +1,238 @@
+"""What this process is to a job: a worker that can be kept, or not; at its first start, or in place of a lost one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from rallypoint._core import env as environment, rank_watch, supervisor_line
+from rallypoint.elastic.communication import setup_record
+from rallypoint.elastic.communication.connections import Wiring
+from rallypoint.elastic.communication.groups import Groups
+from rallypoint.elastic.communication.setup_record import Recorder, Replay
+from rallypoint.elastic.replication.copies import Copies
+from rallypoint.elastic.replication.partners import guests
+from rallypoint.errors import ElasticError, RendezvousConnectionError
+
+from .link import Link, Notice
+
+
+# Set by the supervisor for a worker that takes the place of a lost one.
+TAKES_OVER = "RALLY_TAKES_OVER"
+# Where the records of the set-up are in the workers' store.
+RECORDS = "rally/kept"
+# Seconds that the others may take to store them again in a new one: they may be in a long computation.
+RECORD_PATIENCE = 300.0
+
+
+class KeptProcess:
+    """The part of a worker that survives its peers.
+
+    Args:
+        host, port: of the workers' store.
+        generation: of this process's start.
+        rank: global.
+        node: the number of its node.
+        nodes: how many there are.
+        takes_over: whether it takes the place of a lost one.
+        is_spare: it waits in its session for such a place; until then, ``rank`` is that which it runs the set-up as.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        generation: int,
+        rank: int,
+        node: int,
+        nodes: int = 1,
+        *,
+        takes_over: bool,
+        is_spare: bool = False,
+    ) -> None:
+        self.generation = generation
+        self.node = node
+        self.nodes = nodes
+        self._rank = rank
+        self.takes_over = takes_over
+        self._is_spare = is_spare
+        self._has_entered = False
+        self.recorder = Recorder()
+        self._address = host, port
+        self._records = Wiring(host, port, RECORDS)
+        # What this process knows of the set-up: of all ranks, of its own, and of those whose partner it is.
+        self._known: dict[str, bytes] = {}
+        self._holds: tuple[int, ...] = ()
+        self._is_whole = not takes_over
+        self._forming: Wiring | None = None
+        self.copies: Copies | None = None  # on other nodes
+        if takes_over:
+            self.groups = Groups(None, Replay(self._read))
+        else:
+            self.groups = Groups(self.wiring_of(generation, host, port), None)
+            self.groups.observer = self.recorder.observe
+        self.groups.install()
+        self.link = Link(self._cut)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the workers' store."""
+        return self._address
+
+    def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
+        """New connections for a generation."""
+        return Wiring(host, port, f"rally/kept/{generation}", generation)
+
+    def enter(self) -> None:
+        """A session begins.
+
+        Raises:
+            ElasticError: it is not the first.
+        """
+        if self._has_entered:
+            raise ElasticError(
+                "elastic.session: this script has had a session already. A process that takes a lost one over begins at the"
+                " script's first line, and would not find the second one: give one session the objects of both, and choose what"
+                " to train by the epoch of `session.epochs` or by `session.position`"
+            )
+        self._has_entered = True
+
+    def await_place(self, *, sharded: bool) -> None:
+        """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
+
+        Args:
+            sharded: each rank's objects hold a part of the state.
+        """
+        if not self._is_spare:
+            return
+        if sharded:
+            rank_watch.bind("the state is sharded, and its parts are given out")
+        variables, streams = self.link.await_place(rank_watch.why_bound())
+        self._is_spare = False
+        _take_streams(streams)
+        environment.process_environment().update(variables)
+        before, self._rank = self._rank, int(variables["RANK"])
+        self.groups.become(self._rank)
+        rank_watch.end(before, self._rank)
+
+    def publish(self) -> None:
+        """Store the record of this process's set-up, for those that may take its place."""
+        for key, value in self.recorder.parts().items():
+            self._records.set(key, value)
+        self._records.set(setup_record.whole_key(self._rank), b"1")
+        for group in self.groups:
+            group.observer = None
+        self.groups.observer = None
+
+    def hold_records(
+        self, nodes: Sequence[int], groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+    ) -> None:
+        """Know what is to be stored again if the store is lost. Once; all ranks have stored theirs.
+
+        Args:
+            nodes: of each rank.
+            groups: of each rank: names and members.
+        """
+        if self._holds or len(set(nodes)) < 2:
+            return
+        holds = self._rank, *guests(nodes, self._rank)
+        records = self._records.store()
+        for rank in holds:
+            for name, members in groups[rank]:
+                for key in setup_record.keys(name, members.index(rank)):
+                    value = records.peek(f"{RECORDS}/{key}")
+                    if value is not None:
+                        self._known[key] = value
+        self._holds = holds
+
+    def _store_again(self, host: str, port: int) -> None:
+        """The store was lost with its node: store in another one what newcomers need."""
+        self._address = host, port
+        self._records = Wiring(host, port, RECORDS)
+        records = self._records.store()
+        for key, value in self._known.items():
+            if records.peek(f"{RECORDS}/{key}") is None:
+                self._records.set(key, value)
+        for rank in self._holds:
+            self._records.set(setup_record.whole_key(rank), b"1")
+
+    def form(self, notice: Notice) -> Wiring:
+        """The connections to meet with, in the generation of a notice. A newer notice cuts them.
+
+        Raises:
+            RendezvousConnectionError: the workers' store is another one now, and does not answer.
+        """
+        if (notice.host, notice.port) != self._address:
+            self._store_again(notice.host, notice.port)
+        wiring = self.wiring_of(notice.generation, notice.host, notice.port)
+        self._forming = wiring
+        self.link.meet(notice.generation)
+        newest = self.link.newest
+        if newest is not None and newest.generation > notice.generation:
+            wiring.cut()
+        return wiring
+
+    def _cut(self, notice: Notice) -> None:
+        """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""
+        for wiring in {self.groups.wiring, self._forming}:
+            if wiring is not None and wiring.generation < notice.generation:
+                wiring.cut()
+        if self.copies is not None:
+            self.copies.cut(notice.generation)
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            if not self._is_whole:
+                # In a new store, the others have to store it first.
+                self._records.wait(setup_record.whole_key(self._rank), RECORD_PATIENCE)
+                self._is_whole = True
+            return self._records.store().peek(f"{RECORDS}/{key}")
+        except TimeoutError:
+            raise ElasticError(
+                f"the record of the set-up of rank {self._rank} was lost with the nodes that had it"
+            ) from None
+        except RendezvousConnectionError:
+            return None
+
+
+def _take_streams(fds: Sequence[int]) -> None:
+    """What this process writes from now on goes where the lost one's output went."""
+    for stream, fd, place in zip((sys.stdout, sys.stderr), fds, (1, 2), strict=True):
+        stream.flush()
+        os.dup2(fd, place)
+        os.close(fd)
+
+
+_process: KeptProcess | None = None
+
+
+def begin() -> None:
+    """Once, when this package is imported: in a worker of ``rally run``, groups that are made from now on can be kept."""
+    global _process  # noqa: PLW0603  one process is one worker
+    if _process is not None or supervisor_line.held() is None or dist.is_initialized():
+        return
+    variables = environment.snapshot()
+    try:
+        host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+        generation = int(variables["RALLY_GENERATION"])
+        rank, node = int(variables["RANK"]), int(variables["GROUP_RANK"])
+        nodes = int(variables["GROUP_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return
+    takes_over, is_spare = TAKES_OVER in variables, rank_watch.SPARE in variables
+    _process = KeptProcess(
+        host, port, generation, rank, node, nodes, takes_over=takes_over, is_spare=is_spare
+    )
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker of ``rally run``."""
+    return supervisor_line.held() is not None
+
+
+def current() -> KeptProcess | None:
+    """This process as a worker that can be kept; None in any other."""
+    return _process if is_worker() else None
