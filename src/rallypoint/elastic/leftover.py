@@ -36,6 +36,11 @@ class Leftover:
         self._stepped: set[int] = set()  # ids of optimizers, in the step under way
         self.is_used = False
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped in the step under way."""
+        return bool(self._stepped)
+
     def begin_step(self) -> None:
         """A step begins with effect: watch what it does with them."""
         self._stepped.clear()

@@ -105,7 +105,6 @@ class Session:
         self._loops_outside = False  # a loop over batches was in no epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
-        self._applied = 0  # optimizers that have stepped in the step under way
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
         self._loader: Any = None  # whose batches are under way
@@ -455,7 +454,6 @@ class Session:
             self._meeting.begun = self._keeping.begin_step(
                 is_task=self._is_task, may_swap=may_swap, behind=behind
             )
-        self._applied = 0
         self._leftover.begin_step()
         self._in_step = True
 
@@ -496,8 +494,8 @@ class Session:
     def _has_changed(self) -> bool:
         """Whether the step under way has changed what cannot be changed back: parameters."""
         begun = None if self._meeting is None else self._meeting.begun
-        if begun is None or self._applied:
-            return self._applied > 0
+        if begun is None or self._leftover.has_stepped:
+            return self._leftover.has_stepped
         if self._is_task:  # a function may have put them back
             before = begun.fingerprint
             return before is not None and before != self._objects.fingerprint()
@@ -516,7 +514,6 @@ class Session:
 
     def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._in_step and not self._rehearses:
-            self._applied += 1
             self._leftover.note_applied(optimizer)
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
