@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,74 @@ def test_what_somebody_else_wrote_is_nothing(data: bytes, place: int) -> None:
         assert found is None or found.step == 1
     finally:
         os.close(fd)
+
+
+def test_most_steps_are_told_alone_and_all_is_told_ten_times_a_second(fd: int) -> None:
+    reporter = Reporter(mmap.mmap(fd, SIZE))
+    assert not reporter.note_step(BY_SCRIPT, 1, 100, 10.0), "nothing has been told yet"
+    reporter.note(BY_SCRIPT, 0, 100, {"loss": 3.0}, 9.98)
+    assert not reporter.note_step(BY_SCRIPT, 1, 100, 9.99, 1), "there is no rate yet"
+    reporter.note(BY_SCRIPT, 1, 100, {"loss": 3.0}, 10.0)
+    reporter.given = 1
+    assert not reporter.note_step(BY_SCRIPT, 2, 100, 10.02, 2), "there is another metric"
+    for step in range(2, 6):
+        assert reporter.note_step(BY_SCRIPT, step, 100, 10.0 + step / 100, 1)
+    found = step_reports.read(fd)
+    assert found is not None
+    assert (found.step, found.at, found.total, found.metrics) == (5, 10.05, 100, {"loss": 3.0})
+    assert not reporter.note_step(BY_SCRIPT, 6, 100, 10.0 + step_reports.WHOLE_EVERY, 1)
+    reporter.note(BY_SCRIPT, 6, 100, {"loss": 2.0}, 10.1)
+    found = step_reports.read(fd)
+    assert found is not None and (found.step, found.metrics) == (6, {"loss": 2.0})
+    assert found.rate == pytest.approx(50.0, rel=0.01), "6 steps in 0.12 s"
+
+
+@pytest.mark.parametrize(
+    ("by", "step", "total"),
+    [
+        (BY_SCRIPT, 100, 100),  # the last one: its metrics are what remains
+        (BY_SCRIPT, 7, 100),  # another loop
+        (BY_SCRIPT, 8, 100),  # the same step, perhaps with other metrics
+        (BY_SESSION, 9, 100),
+        (BY_SCRIPT, 9.0, 100),
+        (BY_SCRIPT, True, 100),
+        (BY_SCRIPT, 1 << 63, 100),
+    ],
+)
+def test_what_is_more_than_a_step_is_told_at_once(
+    fd: int, by: int, step: object, total: int
+) -> None:
+    reporter = Reporter(mmap.mmap(fd, SIZE))
+    reporter.note(BY_SCRIPT, 7, 100, {}, 9.99)
+    reporter.note(BY_SCRIPT, 8, 100, {}, 10.0)
+    assert not reporter.note_step(by, step, total, 10.01)
+    assert reporter.note_step(BY_SCRIPT, 9, 100, 10.01)
+
+
+def test_the_step_of_a_loop_that_has_ended_is_not_that_of_the_next(fd: int) -> None:
+    reporter = Reporter(mmap.mmap(fd, SIZE))
+    reporter.note(BY_SCRIPT, 1, None, {}, 10.0)
+    reporter.note(BY_SCRIPT, 2, None, {}, 10.01)
+    assert reporter.note_step(BY_SCRIPT, 900, None, 10.05)
+    reporter.note(BY_SCRIPT, 1, None, {}, 10.06)
+    found = step_reports.read(fd)
+    assert found is not None and (found.step, found.at, found.rate) == (1, 10.06, None)
+    reporter.note(BY_SCRIPT, 2, None, {}, 10.07)
+    assert reporter.note_step(BY_SCRIPT, 3, None, 10.08)
+    reporter.note(BY_SCRIPT, 3, None, {"loss": 1.0}, 11.0)  # said again, later: the step began then
+    found = step_reports.read(fd)
+    assert found is not None and (found.step, found.at) == (3, 10.08)
+    assert found.rate == pytest.approx(100.0)
+
+
+def test_a_step_that_is_half_written_is_not_taken(fd: int) -> None:
+    memory = mmap.mmap(fd, SIZE)
+    reporter = Reporter(memory)
+    reporter.note(BY_SCRIPT, 5, None, {}, 10.0)
+    for latest in ((9, 10.5, 8), (9, math.nan, 9), (4, 10.5, 4)):
+        struct.pack_into("qdq", memory, SIZE - 24, *latest)
+        found = step_reports.read(fd)
+        assert found is not None and (found.step, found.at) == (5, 10.0)
 
 
 def test_a_pause_counts_and_is_forgotten(fd: int) -> None:

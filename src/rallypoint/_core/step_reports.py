@@ -1,6 +1,9 @@
 """The step that a worker is in, as it says itself: numbers in memory that its supervisor reads without asking.
 
 The worker shares a page of memory when it reports its first step (:mod:`.shared_page`). From then on a report is a write to it.
+
+Between two batches, the processor's caches hold the model. Code that runs once a step comes from memory, and takes ten times longer
+than in a loop of its own: 70 us for all that a report says. So it says all ten times a second, and only the step in between.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ LATE, LATE_SECONDS = 3.0, 10.0
 BY_LOOP, BY_SESSION, BY_SCRIPT = 1, 2, 3
 # Step, total (-1: unknown), when on this host's monotonic clock, steps and seconds of the rate, number of metrics.
 _BODY = struct.Struct("=qqdddI")
+# At the end of the page, without a checksum: a step, when, and the step again. Native: numbers are written in one piece each.
+_LATEST = struct.Struct("qdq")
+_AT = shared_page.SIZE - _LATEST.size
+# Seconds from one report that says all to the next.
+WHOLE_EVERY = 0.1
 
 
 class Steps(NamedTuple):  # importing dataclasses would take longer than this package
@@ -73,7 +81,15 @@ class Steps(NamedTuple):  # importing dataclasses would take longer than this pa
 def read(fd: int) -> Steps | None:
     """What a worker has reported; None if that is nothing, or not readable just now."""
     content = shared_page.read(fd)
-    return None if content is None or len(content) < _BODY.size else _parsed(content)
+    whole = None if content is None or len(content) < _BODY.size else _parsed(content)
+    if whole is None:
+        return None
+    try:
+        step, at, again = _LATEST.unpack(os.pread(fd, _LATEST.size, _AT))
+    except (OSError, struct.error):
+        return whole
+    is_newer = step == again and step > whole.step and math.isfinite(at)
+    return whole._replace(step=step, at=at) if is_newer else whole
 
 
 def _parsed(body: bytes) -> Steps | None:
@@ -97,17 +113,38 @@ class Reporter:
 
     Args:
         memory: the page.
+
+    Attributes:
+        given: how many metrics the last report that said all was given.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self.pid = os.getpid()
         self._by = BY_LOOP
         self._memory = memory
-        self._step: int | None = None
+        self._step: int | None = None  # of the last report that said all
         self._at = 0.0
+        self._latest, self._latest_at = -1, 0.0  # of the last one
+        self._whole_at = 0.0  # when the next one says all
+        self.given = 0
         self._steps = self._seconds = 0.0
         self._metrics: tuple[str, ...] = ()
         self._names = b""
+
+    def note_step(self, by: int, step: object, total: object, now: float, given: int = 0) -> bool:
+        """Write the step alone; False if it is time to write all, or more has changed than the step."""
+        if (
+            now >= self._whole_at
+            or not self._seconds  # there is no rate yet
+            or given != self.given
+            or type(step) is not int
+            or not self._latest < step < _LIMIT
+            or by != self._by
+            or step == total
+        ):
+            return False
+        self._latest, self._latest_at = step, now
+        _LATEST.pack_into(self._memory, _AT, step, now, step)
+        return True
 
     def note(
         self, by: int, step: int, total: int | None, metrics: dict[str, float], now: float
@@ -116,15 +153,19 @@ class Reporter:
         if by < self._by:
             return
         last = self._step
-        if last is None or step < last or by > self._by:  # the first one, or another loop begins
+        if (
+            last is None or step < self._latest or by > self._by
+        ):  # the first one, or another loop begins
             self._steps = self._seconds = 0.0
             self._step, self._at, self._by = step, now, by
         elif step > last:
-            passed = now - self._at
+            at = now if step > self._latest else self._latest_at
+            passed = at - self._at
             decay = math.exp(-passed / MEMORY)
             self._steps = self._steps * decay + (step - last)
             self._seconds = self._seconds * decay + passed
-            self._step, self._at = step, now
+            self._step, self._at = step, at
+        self._latest, self._latest_at, self._whole_at = step, self._at, now + WHOLE_EVERY
         names = tuple(metrics)
         if names != self._metrics:
             self._metrics = names
@@ -134,6 +175,8 @@ class Reporter:
         )
         if names:
             body += struct.pack(f"={len(names)}d", *metrics.values()) + self._names
+        # First, so that an earlier loop's step is not taken for a later one of this loop.
+        _LATEST.pack_into(self._memory, _AT, step, self._at, step)
         shared_page.write(self._memory, body)
 
 
@@ -141,13 +184,14 @@ def _name(text: str) -> bytes:
     return text.replace("\n", " ").encode()[:MAX_NAME].decode(errors="ignore").encode()
 
 
+_LIMIT = 1 << 63
 _reporter: Reporter | None = None
 
 
 def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: SupportsFloat) -> None:
     """Report how far this worker is: for the progress bar of ``rally run``, ``rally ps``, ``rally top`` and metrics.
 
-    Costs about a microsecond. Without ``rally run``, and in children of a worker, it does nothing. Every rank may call it; the bar
+    Costs some 25 microseconds of a step. Without ``rally run``, and in children of a worker, it does nothing. Every rank may call it; the bar
     shows that of rank 0. Not collective, never blocks.
 
     Args:
@@ -157,8 +201,13 @@ def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: Sup
         metrics: numbers to be shown with it, such as ``loss=0.31``; at most 16. A tensor on a GPU is waited for, as ``float``
             does.
 
-    What is no number is left out: a message for people must not end a training run.
+    The total and the metrics are taken ten times a second, and with the last step. What is no number is left out: a message for
+    people must not end a training run.
     """
+    reporter = _reporter
+    now = clock.MONOTONIC.now()
+    if reporter is not None and reporter.note_step(BY_SCRIPT, step, total, now, len(metrics)):
+        return
     reporter = _current()
     if reporter is None:
         return
@@ -167,6 +216,7 @@ def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: Sup
         found = _numbers(metrics) if metrics else {}
         whole_total = None if total is None else _whole(total)
         reporter.note(BY_SCRIPT, whole, whole_total, found, clock.MONOTONIC.now())
+        reporter.given = len(metrics)
 
 
 def report(by: int, step: int, total: int | None = None) -> None:
@@ -176,9 +226,13 @@ def report(by: int, step: int, total: int | None = None) -> None:
         by: :data:`BY_LOOP` or :data:`BY_SESSION`.
         step, total: see there.
     """
+    now = clock.MONOTONIC.now()
+    reporter = _reporter
+    if reporter is not None and reporter.note_step(by, step, total, now):
+        return
     reporter = _current()
     if reporter is not None:
-        reporter.note(by, step, total, {}, clock.MONOTONIC.now())
+        reporter.note(by, step, total, {}, now)
 
 
 def _whole(value: SupportsInt) -> int | None:
@@ -186,7 +240,7 @@ def _whole(value: SupportsInt) -> int | None:
         number = int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-    return number if 0 <= number < 1 << 63 else None
+    return number if 0 <= number < _LIMIT else None
 
 
 def _numbers(metrics: dict[str, SupportsFloat]) -> dict[str, float]:
@@ -204,11 +258,19 @@ def _numbers(metrics: dict[str, SupportsFloat]) -> dict[str, float]:
 def _current() -> Reporter | None:
     """This process's reporter; the first call makes it. None in a process that is no worker."""
     global _reporter  # noqa: PLW0603  one process is one worker
-    reporter = _reporter
-    if reporter is not None and reporter.pid == os.getpid():
-        return reporter
+    if _reporter is not None:
+        return _reporter
     memory = shared_page.share(NAME)
     if memory is None:
         return None
     _reporter = Reporter(memory)
     return _reporter
+
+
+def _forget() -> None:
+    """A forked child's steps are not its parent's."""
+    global _reporter  # noqa: PLW0603
+    _reporter = None
+
+
+os.register_at_fork(after_in_child=_forget)
