@@ -30,7 +30,7 @@ LITTLE = {
     "launch.py": QUICK,
     "memory_rpc.py": QUICK,
     "nodes.py": QUICK,
-    "operations.py": ["--pairs", "1", "--turns", "1", "--times", "1"],
+    "operations.py": ["--pairs", "1", "--turns", "30", "--times", "1"],
     "rendezvous.py": QUICK,
     "recovery.py": QUICK,
     "restart.py": QUICK,

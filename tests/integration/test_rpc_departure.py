@@ -10,6 +10,7 @@ from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
 from rallypoint.rpc.connections import connections
+from rallypoint.rpc.current_agent import leave_group
 from rpc_workers import Workers
 
 
@@ -47,6 +48,14 @@ def test_a_shutdown_that_waits_ends_when_one_dies(dead):
         began = time.monotonic()
         assert f"w{dead}" in [each.result() for each in waiting]
         assert time.monotonic() - began < 5 * pace()
+
+
+def test_who_comes_when_the_first_one_is_just_leaving_is_told_whom_it_has_lost():
+    """As after a death that the first one has noticed already: it still serves calls."""
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+        workers.on(0, lambda: leave_group(shut_down=True) and None)
+        assert workers.on(1, shut_down_without, "w0") == "w0"
 
 
 def be_impatient():

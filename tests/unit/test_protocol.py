@@ -667,6 +667,22 @@ def test_a_round_that_was_to_go_elsewhere_is_void_where_that_store_has_ended() -
     assert ranks_of(world, 2) == {"a": 0, "b": 1, "c": 2}
 
 
+def test_ends_heard_of_by_rank_are_not_those_of_strangers_who_met_in_an_empty_store() -> None:
+    """The leader was a member of a round with the same number, in the store that was lost."""
+    world = World()
+    one = Settings(min_nodes=1, max_nodes=2, last_call=0.0)
+    world.add("a", one)
+    world.run(60)
+    world.lose_store()
+    world.add("stranger", one)
+    world.run(60)
+    assert ranks_of(world, 0) == {"a": 0, "stranger": 0}
+    world.again(world.nodes["a"])  # an Identify with others' ids fails in World
+    world.run(60)
+    settle(world)
+    assert_together(world, 2)
+
+
 @pytest.mark.parametrize(
     "note",
     [

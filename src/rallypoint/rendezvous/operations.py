@@ -66,7 +66,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Identify:
-    """This node leads the round after one whose members have these ids, by rank: it has heard of their ends by rank."""
+    """This node leads the round after one of its own, whose members have these ids, by rank: it has heard of their ends by rank."""
 
     ids: tuple[str, ...]
 

@@ -518,7 +518,9 @@ class _Leader:
         yield Beat()
         ids = yield from _members_of(last)
         self._members = frozenset(ids)
-        if ids and self._node.generation == last:
+        # In a store that was lost, others may have met meanwhile: ranks in their round are not those in this node's.
+        is_own = self._node.generation == last
+        if is_own and ids[self._node.rank : self._node.rank + 1] == (self._node.node_id,):
             yield Identify(ids)
         while True:
             filled, plan = yield from self._read()

@@ -12,7 +12,7 @@ from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError
 
 from . import constants
 from .calling import rpc_async, rpc_sync
-from .current_agent import required_agent
+from .current_agent import member_agent, required_agent
 from .current_call import current_call
 from .time_limits import limit_of
 
@@ -222,11 +222,13 @@ def _gather_to_leader(
     """Runs on the leader, for the worker that calls it.
 
     Raises:
+        PeerLost: this worker is leaving the group, because another one is gone or did not come in time.
         RpcError: another one speaks for it, or this worker does not lead such an all-gather.
     """
-    agent = required_agent()
+    leader, agent = _leader_of(sequence_id), member_agent()
+    if agent is None:
+        raise PeerLost(leader, "it has left the group, and waits for nobody any longer")
     names = worker_names or [each.name for each in agent.infos()]
-    leader = _leader_of(sequence_id)
     caller = _caller(agent)
     if leader != agent.me.name or worker_name != caller or sorted(names) != [*sequence_id[1:]]:
         raise RpcError(f"{caller} calls for no all_gather of its own that {agent.me.name} leads")
