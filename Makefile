@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-deep test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test-python:     ## tests that need no torch, with another Python: make test-pyt
 	    pytest pytest-timeout pytest-xdist hypothesis psutil cloudpickle cryptography etcd3gw
 	$(OTHER)/bin/pip install --quiet --no-deps --editable .
 	$(OTHER)/bin/python -m pytest -q -n 2 tests/unit tests/contract
+
+test-deep: $(STAMP) ## every property with 20 times as many examples (half an hour)
+	$(BIN)/python -m pytest -q -n 2 --deep 20 -o faulthandler_timeout=0 -m "not long and not wild and not wheel"
 
 test-long: $(STAMP) ## long tests: slow connections, long silences
 	$(BIN)/python -m pytest -q -m long

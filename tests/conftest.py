@@ -25,6 +25,8 @@ _FOLDER = pytest.StashKey[str]()
 # Several files are tested at a time: how long an example takes says nothing.
 settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")
+# Where hypothesis keeps those of a test.
+_SETTINGS = "_hypothesis_internal_use_settings"
 
 
 # What a shell ignores for a command in the background, and nohup: those whom the tests start would inherit it.
@@ -87,9 +89,30 @@ _LONGEST = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deep", type=int, default=0, help="only properties, with so many times as many examples"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    properties = [item for item in items if hasattr(_function_of(item), "hypothesis")]
+    times = config.getoption("--deep")
+    for item in properties:
+        # Of one that fails, an example is made smaller for up to five minutes before it is shown.
+        item.add_marker(pytest.mark.timeout(0 if times else 900))
+    if times:
+        items[:] = properties
+        for test in {_function_of(item) for item in items}:
+            held = getattr(test, _SETTINGS, settings.default)
+            setattr(test, _SETTINGS, settings(held, max_examples=times * held.max_examples))
+
+
+def _function_of(item: pytest.Item) -> Any:
+    made = getattr(item, "obj", None)
+    return getattr(made, "__func__", made)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
