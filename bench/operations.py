@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import pty
 import statistics
@@ -30,23 +29,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jobs import BIN, RALLY, Progress, machine, publish, spread
+from turns import FIRST, SECOND, SETTLING, Turns, compare, median_error, take
 
 
 WORKERS = 2
 TURN = 5  # steps
-# Turns that are not counted: workers begin.
-FIRST = 20
 PART = 1000  # turns for which there is one line of progress
 # The template of workers that would start again has been imported once a job's processes use so little of a core.
 IDLE = 0.02
 MANY = 64
 TOP = 20.0  # seconds
-OFF, ON = 0, 1
+OFF, ON = FIRST, SECOND
 ON_FLAGS = ("--progress", "lines")
 OFF_FLAGS = ("--hang-after", "0", "--slow-after", "0", "--progress", "off")
 
@@ -67,17 +64,14 @@ def train(mine: int, folder: Path, turns: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), _turn_in(folder)
+    rank = dist.get_rank()
     layers = [torch.nn.Linear(384, 384) for _ in range(4)]
     model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     batch = torch.randn(128, 384)
     times, collectives, reports, step = [], [], [], 0
     one = torch.zeros(1)
-    mine_comes, other_comes = (_baton_in(folder, each, rank) for each in (mine, 1 - mine))
-    _mine_in(folder, mine, rank).touch()
-    for number in range(turns):
-        os.read(mine_comes, 1)
+    for _turn in take(folder, mine, rank, turns):
         dist.all_reduce(one)  # both ranks begin together
         spent = 0.0
         for _ in range(TURN):
@@ -97,16 +91,9 @@ def train(mine: int, folder: Path, turns: int) -> None:
         began = time.monotonic()
         dist.all_reduce(one)
         collectives.append(time.monotonic() - began)
-        if rank == 0 and mine == ON:
-            count[:] = number.to_bytes(8, "little")
-        os.write(other_comes, b".")
     if rank == 0:
         told = {"steps": times, "collectives": collectives, "reports": reports}
         (folder / f"times-{mine}").write_text(json.dumps(told))
-    # After the last turn, they are looked at before they end.
-    for _ in range(2 if mine == OFF else 1):
-        os.read(mine_comes, 1)
-    os.write(other_comes, b".")
     dist.destroy_process_group()
 
 
@@ -117,26 +104,12 @@ def wait(folder: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    _mine_in(folder, 0, dist.get_rank()).touch()
+    _mark_of(folder, dist.get_rank()).touch()
     threading.Event().wait()
 
 
-def _mine_in(folder: Path, job: int, rank: int) -> Path:
-    return folder / f"there-{job}-{rank}"
-
-
-def _baton_in(folder: Path, job: int, rank: int) -> int:
-    """A pipe from which this worker reads a byte when its turn comes."""
-    path = folder / f"baton-{job}-{rank}"
-    with suppress(FileExistsError):
-        os.mkfifo(path)
-    return os.open(path, os.O_RDWR)
-
-
-def _turn_in(folder: Path) -> mmap.mmap:
-    """How many turns there were of each job: a number that all share."""
-    with (folder / "turn").open("r+b") as file:
-        return mmap.mmap(file.fileno(), 8)
+def _mark_of(folder: Path, rank: int) -> Path:
+    return folder / f"waits-{rank}"
 
 
 # -- cost ------------------------------------------------------------------------------------------
@@ -156,7 +129,7 @@ def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
         "step_ms_nothing_on": spread([each * 1e3 for each in one]),
         "step_ms_everything_on": spread([each * 1e3 for each in two]),
         "cost_of_neighbours": spread(ratios, 4),
-        "cost_standard_error": _standard_error(ratios),
+        "cost_standard_error": median_error(ratios),
         "cost_by_turns": round(by_turns + watchers, 4),
         "report_us": spread([each * 1e6 for each in reports], 2),
         "collective_longer_us": spread([each * 1e6 for each in longer], 2),
@@ -167,22 +140,17 @@ def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _standard_error(values: Sequence[float]) -> float | None:
-    """Of their median, as for a normal distribution with the same quartiles."""
-    if len(values) < 4:
-        return None
-    first, _, third = statistics.quantiles(values)
-    return round(1.25 * (third - first) / 1.35 / len(values) ** 0.5, 4)
-
-
 def _pair(turns: int, progress: Progress) -> tuple[list[float], ...]:
     """Mean steps of each turn with nothing on, and with everything; the ratios of neighbours, less 1; what a report takes; how much
     longer a collective takes with everything on; the cores of those who watch; more threads and MiB with everything on."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
-        (folder / "turn").write_bytes(bytes(8))
-        turn = _turn_in(folder)
-        begin = _job(folder, train, WORKERS, turns)
+        both = Turns(folder, WORKERS)
+
+        def begin(which: int, *flags: str, env: dict[str, str] | None = None) -> Any:
+            words = _job(which, folder, train, WORKERS, flags, turns)
+            return _begun(words, lambda: both.are_there(which), env or {})
+
         on = stack.enter_context(
             begin(
                 ON,
@@ -194,35 +162,30 @@ def _pair(turns: int, progress: Progress) -> tuple[list[float], ...]:
         top = subprocess.Popen([str(BIN / "rally"), "top", str(on.pid)], stdout=subprocess.DEVNULL)
         stack.callback(_end, top)
         _await_idle([on, off])
-        batons = [_baton_in(folder, OFF, rank) for rank in range(WORKERS)]
-        for each in batons:
-            stack.callback(os.close, each)
-            os.write(each, b".")
-        done, cores = 0, []
-        while done < turns - 1 and on.poll() is None:
-            if done % PART == 0:
-                progress.step("training in turn")
-            following = min(done - done % PART + PART, turns - 1)
+        both.begin()
+        cores = []
+        for part in range(PART, turns + PART, PART):
+            progress.step("training in turn")
             watchers, began = [top.pid, *_others(on.pid)], time.monotonic()
             before = sum(map(_cpu, watchers))
-            while done < following and on.poll() is None:
+            while both.done() < min(part, turns):
                 time.sleep(0.1)
-                done = int.from_bytes(turn[:], "little")
+                for job in (on, off):
+                    if job.poll() is not None:
+                        raise SystemExit(f"a job has ended with {job.returncode}")
             cores.append((sum(map(_cpu, watchers)) - before) / (time.monotonic() - began))
         held = {whose: _held(job.pid) for whose, job in ((ON, on), (OFF, off))}
-        for each in batons:
-            os.write(each, b".")
+        both.end()
         for job in (on, off):
             job.wait(60)
         told = {whose: json.loads((folder / f"times-{whose}").read_text()) for whose in (ON, OFF)}
 
-    one, two = (told[whose]["steps"][FIRST:] for whose in (OFF, ON))
-    # off on off: what changes with time cancels out
-    around = [(a + b) / 2 for a, b in pairwise(one)]
-    ratios = [b / a - 1 for a, b in zip(around, two, strict=False)]
+    one, two = (told[whose]["steps"] for whose in (OFF, ON))
     report = statistics.median(told[ON]["reports"])
     off_call, on_call = (statistics.median(told[whose]["collectives"]) for whose in (OFF, ON))
     more = [b - a for a, b in zip(held[OFF], held[ON], strict=True)]
+    ratios = compare(one, two)
+    one, two = one[SETTLING:], two[SETTLING:]
     return one, two, ratios, [report], [on_call - off_call], cores, more[:1], more[1:]
 
 
@@ -283,16 +246,17 @@ def _begun(words: Sequence[str], ready: Callable[[], bool], env: dict[str, str])
 
 
 def _job(
-    folder: Path, work: Callable[..., None], workers: int, turns: int = 0
-) -> Callable[..., Any]:
-    def begin(which: int, *flags: str, env: dict[str, str] | None = None) -> Any:
-        words = [*RALLY, "--nproc-per-node", str(workers), *flags]
-        words += ["--rdzv-id", f"bench-{os.getpid()}-{which}", __file__]
-        words += ["--worker", work.__name__, str(which), str(folder), str(turns)]
-        files = [_mine_in(folder, which, rank) for rank in range(workers)]
-        return _begun(words, lambda: all(each.exists() for each in files), env or {})
-
-    return begin
+    which: int,
+    folder: Path,
+    work: Callable[..., None],
+    workers: int,
+    flags: Sequence[str] = (),
+    turns: int = 0,
+) -> list[str]:
+    """The command of a job."""
+    words = [*RALLY, "--nproc-per-node", str(workers), *flags]
+    words += ["--rdzv-id", f"bench-{os.getpid()}-{which}", __file__]
+    return [*words, "--worker", work.__name__, str(which), str(folder), str(turns)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -308,7 +272,9 @@ def looks(times: int, progress: Progress) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
         progress.step(f"{MANY} workers begin")
-        with _job(folder, wait, MANY)(0) as job:
+        marks = [_mark_of(folder, rank) for rank in range(MANY)]
+        words = _job(0, folder, wait, MANY)
+        with _begun(words, lambda: all(each.exists() for each in marks), {}) as job:
             time.sleep(2.0)
             progress.step("rally stacks")
             stacks = [_seconds("stacks", str(job.pid)) for _ in range(times)]
@@ -389,7 +355,7 @@ def main() -> int:
         train(int(which), Path(folder), int(turns)) if what == "train" else wait(Path(folder))
         return 0
     described = machine()
-    progress = Progress(args.pairs * -(-(args.turns - 1) // PART) + 4)
+    progress = Progress(args.pairs * -(-args.turns // PART) + 4)
     seen = looks(args.times, progress)
     paid = cost(args.pairs, args.turns, progress)
     progress.close()

@@ -38,6 +38,7 @@ LITTLE = {
     "rpc.py": QUICK,
     "rpc_protection.py": QUICK,
     "secret.py": QUICK,
+    "session_steps.py": ["--turns", "30"],
     "soak.py": QUICK,
     "soak_autograd.py": ["--faults", "10"],
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],

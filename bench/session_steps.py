@@ -1,0 +1,180 @@
+"""What a session costs a step, beside the same training without one; prints JSON.
+
+    python bench/session_steps.py --output bench/results/session_steps.json
+    python bench/session_steps.py --turns 100
+
+Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with snapshots as often as a session takes
+them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jobs import RALLY, Progress, adopt_orphans, machine, publish, spread
+from turns import FIRST, SECOND, Turns, compare, mean, median_error, take
+
+
+WORKERS = 2
+STEPS = 5  # of a turn
+PART = 500  # turns for which there is one line of progress
+GIVE_UP = 120.0
+# How much more a step in a session may take.
+ALLOWED = {"ddp": 0.01, "fsdp2": 0.02}
+
+
+def train(kind: str, job: int, folder: Path, turns: int) -> None:
+    """A worker; rank 0 writes down the seconds of a step in each turn."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from rallypoint import elastic
+
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    model: Any
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in layers:
+            fully_shard(layer)
+        model = fully_shard(layers)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    batch = torch.randn(64, 512)
+    one = torch.zeros(1)
+    times = []
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def meet() -> None:
+        dist.all_reduce(one)
+
+    def plain() -> None:
+        for _ in take(folder, job, dist.get_rank(), turns):
+            meet()
+            began = time.monotonic()
+            for _ in range(STEPS):
+                step()
+            times.append((time.monotonic() - began) / STEPS)
+
+    def in_session() -> None:
+        with elastic.session(model, optimizer) as session:
+            for _ in take(folder, job, dist.get_rank(), turns):
+                session.run(meet)
+                began = time.monotonic()
+                for _ in range(STEPS):
+                    with session.step():
+                        step()
+                times.append((time.monotonic() - began) / STEPS)
+
+    plain() if job == FIRST else in_session()
+    if dist.get_rank() == 0:
+        (folder / f"times-{job}").write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def measure(kind: str, turns: int, progress: Progress) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
+        folder = Path(base)
+        both = Turns(folder, WORKERS)
+        jobs = []
+        for job in (FIRST, SECOND):
+            words = [*RALLY, "--nproc-per-node", str(WORKERS), "--progress", "off"]
+            words += ["--rdzv-id", f"steps-{kind}-{job}", __file__]
+            words += ["--worker", kind, str(job), str(folder), str(turns)]
+            jobs.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+            stack.callback(_end, jobs[-1])
+        until = time.monotonic() + GIVE_UP
+        while not all(map(both.are_there, (FIRST, SECOND))):
+            _must_run(jobs)
+            assert time.monotonic() < until, "the workers do not begin"
+            time.sleep(0.1)
+        time.sleep(5.0)  # what the supervisors do behind a start
+        both.begin()
+        said = 0
+        while both.done() < turns:
+            if both.done() >= said:
+                progress.step(f"{kind}: training in turn")
+                said += PART
+            _must_run(jobs)
+            time.sleep(0.1)
+        both.end()
+        for each in jobs:
+            assert each.wait(GIVE_UP) == 0
+        plain, session = (
+            json.loads((folder / f"times-{job}").read_text()) for job in (FIRST, SECOND)
+        )
+    ratios = compare(plain, session)
+    return {
+        "step_ms_plain": spread([each * 1e3 for each in plain]),
+        "step_ms_in_session": spread([each * 1e3 for each in session]),
+        "longer": mean(ratios),
+        "longer_median": round(statistics.median(ratios), 4),
+        "longer_median_error": median_error(ratios),
+    }
+
+
+def _must_run(jobs: list[subprocess.Popen[bytes]]) -> None:
+    for each in jobs:
+        if each.poll() is not None:
+            raise SystemExit(f"a job has ended with {each.returncode}")
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    if job.poll() is None:
+        job.terminate()
+    job.wait(60)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=4000, help="of each job (4000)")
+    parser.add_argument("--kind", choices=sorted(ALLOWED), help="only this model")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    options = parser.parse_args()
+    if options.worker:
+        kind, job, folder, turns = options.worker
+        train(kind, int(job), Path(folder), int(turns))
+        return 0
+    adopt_orphans()
+    kinds = [options.kind] if options.kind else sorted(ALLOWED)
+    progress = Progress(len(kinds) * -(-options.turns // PART))
+    result: dict[str, Any] = {"benchmark": "session_steps", "machine": machine()}
+    result |= {kind: measure(kind, options.turns, progress) for kind in kinds}
+    progress.close()
+    result["targets"] = [
+        {
+            "what": f"{kind}: a step in a session takes at most {ALLOWED[kind]:.0%} more",
+            "value": result[kind]["longer"]["mean"],
+            "holds": result[kind]["longer"]["mean"] <= ALLOWED[kind],
+        }
+        for kind in kinds
+    ]
+    return 1 if publish(result, options.output) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
