@@ -195,7 +195,10 @@ def checkpointed(folder: Path, workers: int, kind: str, until: int) -> list[str]
         timeout=150,
     )
     assert done.returncode == 0, done.stderr
-    assert "was not written" not in done.stderr, done.stderr
+    # Four of these steps may take less time than a file. (The last one, which is loaded, is waited for.)
+    late = "it still writes the last"
+    for line in done.stderr.splitlines():
+        assert "was not written" not in line or late in line, done.stderr
     _, began, loaded, _, ended, bits = done.stdout.split()
     return [began, loaded, ended, bits]
 
