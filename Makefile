@@ -45,7 +45,7 @@ test-python:     ## tests that need no torch, with another Python: make test-pyt
 	$(OTHER)/bin/pip install --quiet --no-deps --editable .
 	$(OTHER)/bin/python -m pytest -q -n 2 tests/unit tests/contract
 
-test-deep: $(STAMP) ## every property with 20 times as many examples (half an hour)
+test-deep: $(STAMP) ## every property with 20 times as many examples (long)
 	$(BIN)/python -m pytest -q -n 2 --deep 20 -o faulthandler_timeout=0 -m "not long and not wild and not wheel"
 
 test-long: $(STAMP) ## long tests: slow connections, long silences

@@ -1,12 +1,12 @@
 """What it costs a job to be watched, and how soon one who looks at it sees something; prints JSON.
 
     python bench/operations.py --output bench/results/operations.json
-    python bench/operations.py --turns 10
+    python bench/operations.py --turns 100
 
 Two jobs train the same small model with DDP in two workers each, a few steps in turn, so neighbours saw the same machine. One has
 everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top` looks at it.
 The other one has nothing on. Compared is each turn of the first with the mean of the two of the other one around it. On a shared machine
-turns vary by a tenth, so it takes thousands of them: the error is told.
+turns vary by a tenth, so it takes thousands of them. Pairs of jobs differ as well, by where their memory lies: so there are several.
 
 Those who watch delay the steps of both jobs, by no more than the time that they use. So how much of a core that is comes on top.
 
@@ -118,6 +118,7 @@ def _mark_of(folder: Path, rank: int) -> Path:
 def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
     """Of so many pairs of jobs, each with so many turns."""
     found = [_pair(turns, progress) for _ in range(pairs)]
+    of_pairs = [statistics.median(ratios) for _, _, ratios, *_ in found]
     one, two, ratios, reports, longer, cores, threads, private = (
         [each for pair in found for each in pair[part]] for part in range(8)
     )
@@ -130,6 +131,7 @@ def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
         "step_ms_everything_on": spread([each * 1e3 for each in two]),
         "cost_of_neighbours": spread(ratios, 4),
         "cost_standard_error": median_error(ratios),
+        "cost_of_pairs": [round(each, 4) for each in of_pairs],
         "cost_by_turns": round(by_turns + watchers, 4),
         "report_us": spread([each * 1e6 for each in reports], 2),
         "collective_longer_us": spread([each * 1e6 for each in longer], 2),

@@ -143,9 +143,11 @@ def _start(tmp_path: Path) -> Any:
     yield begin
     for job in jobs:
         if job.popen.poll() is None:  # the test has failed: show what the job did
-            print(json.dumps(job.status()))
-            job.popen.terminate()
-            print(*job.popen.communicate(timeout=30), sep="\n")
+            try:
+                print(json.dumps(job.status()))
+            finally:
+                job.popen.terminate()
+                print(*job.popen.communicate(timeout=30), sep="\n")
 
 
 Start = Callable[..., Job]
