@@ -52,6 +52,18 @@ def note(what: Any) -> None:
     happened.append(what)
 
 
+def note_both_ends_of_long() -> None:
+    happened.append("long")
+    time.sleep(0.01)
+    happened.append("long")
+
+
+def note_both_ends_of_short() -> None:
+    happened.append("short")
+    time.sleep(0.0005)
+    happened.append("short")
+
+
 def seen() -> list[Any]:
     return list(happened)
 
@@ -773,6 +785,24 @@ def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
         workers.on(1, functools.partial(hear_cancellations, 5))
         workers.on(1, open_gate)
         assert workers.on(0, lambda: rpc.rpc_sync("w1", seen)) == ["waits"]
+
+
+def test_with_one_thread_a_worker_runs_one_function_at_a_time():
+    """A function that was long before is handed over; the short ones behind it, with which it came, have to wait."""
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
+
+        def case():
+            long, short = note_both_ends_of_long, note_both_ends_of_short
+            rpc.rpc_sync("w1", long)
+            for _ in range(20):
+                calls = [rpc.rpc_async("w1", each) for each in (long, short, short)]
+                for each in calls:
+                    each.wait()
+            happened = rpc.rpc_sync("w1", seen)
+            assert happened[::2] == happened[1::2] == ["long", *["long", "short", "short"] * 20]
+
+        workers.on(0, case)
 
 
 # -- calls that are given up --------------------------------------------------------------------

@@ -694,25 +694,38 @@ def test_a_stranger_that_writes_over_records_of_a_static_group_costs_nobody_the_
     store = tcp.open()
     store.set("rpc/kind", b"dynamic")
     store.set("rpc/rank/1", b"no record")
+    keys = [f"rpc/rank/{rank}" for rank in range(2)]
+    why = "'rpc/rank/0' in the group's store, which no member of this group has signed"
+    seen = threading.Event()
+
+    class Waits(Counting):
+        """Does not read the records, and so does not restore its own, before the newcomer has seen them."""
+
+        def multi_get(self, asked: list[str]) -> Any:
+            assert keys[0] not in asked or seen.wait(20)
+            return self._store.multi_get(asked)
+
+    class Sees(Counting):
+        """Reads the other's record under the first's key."""
+
+        def multi_get(self, asked: list[str]) -> Any:
+            found = self._store.multi_get(asked)
+            if keys[0] in asked and not seen.is_set():
+                while found[asked.index(keys[0])] != others:
+                    store.set(keys[0], others)
+                    found = self._store.multi_get(asked)
+                seen.set()
+            return found
+
     with ThreadPoolExecutor() as pool:
         begun = [
-            pool.submit(StaticGroup.form, tcp.open(), member(name, rank), 3, 30.0)
-            for rank, name in enumerate("ab")
+            pool.submit(StaticGroup.form, opened, member(name, rank), 3, 30.0)
+            for rank, (name, opened) in enumerate([("a", Waits(tcp.open())), ("b", tcp.open())])
         ]
-        keys = [f"rpc/rank/{rank}" for rank in range(2)]
         eventually(lambda: tcp.open().check(keys) and store.get(keys[1]) != b"no record")
-        # One's own under another key, and nobody's.
         others = store.get(keys[1])
         store.set(keys[1], b"no record")
-
-        class Spoils(Counting):
-            def multi_get(self, asked: list[str]) -> Any:
-                if keys[0] in asked and why not in caplog.text:  # before its owner puts it back
-                    store.set(keys[0], others)
-                return self._store.multi_get(asked)
-
-        why = "'rpc/rank/0' in the group's store, which no member of this group has signed"
-        begun.append(pool.submit(StaticGroup.form, Spoils(tcp.open()), member("c", 2), 3, 30.0))
+        begun.append(pool.submit(StaticGroup.form, Sees(tcp.open()), member("c", 2), 3, 30.0))
         assert [names(each.result()) for each in begun] == [list("abc")] * 3
     assert why in caplog.text
 

@@ -212,6 +212,40 @@ def test_no_more_work_at_once_than_the_limit_and_those_that_wait_do_not_count(ma
     eventually(lambda: place.pool._working == 0)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_leader_counts_and_passes_nobody_who_waits_in_line(make, limit):
+    place = make(limit)
+    at_work: set[int] = set()
+    most = []
+    order: list[int] = []
+
+    def job(number: int) -> Callable[[], None]:
+        def act() -> None:
+            if number % 3 == 0 and place.pool.leads():
+                place.pool.submit(Act(act))
+                return
+            order.append(number)
+            at_work.add(number)
+            most.append(len(at_work))
+            if number % 7 == 0:
+                time.sleep(TICK / 5)
+            elif number % 41 == 0:
+                time.sleep(2 * TICK)
+            at_work.discard(number)
+            place.done.append(number)
+
+        return act
+
+    for number in range(600):
+        place.inbox.put(job(number))
+        if number % 10 == 0:
+            time.sleep(0)
+    eventually(lambda: len(place.done) == 600, 20)
+    assert max(most) <= limit
+    if limit == 1:
+        assert order == list(range(600))
+
+
 def test_jobs_of_other_threads_are_done_by_workers_never_by_the_leader(make):
     place = make()
     led = []

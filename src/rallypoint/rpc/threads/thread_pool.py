@@ -13,11 +13,15 @@ beforehand how long it takes.
 - Any other long job is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work.
 - A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`).
 
-At most ``limit`` threads run jobs at once; further jobs are queued. Threads that wait for other processes do not
-count, so nested calls cannot exhaust the pool. There is always a leader.
+At most ``limit`` threads run jobs at once, the leader among them; further jobs wait in line, and begin in the order in
+which they came. Threads that wait for other processes do not count, so nested calls cannot exhaust the pool. There is
+always a leader.
 
 A token decides which thread leads. The leader puts it into a dict when it begins a job, under the job's number, and
 pops it when the job is done. The overseer pops it to take the lead away. A dict's pop is atomic: one of them gets it.
+The token also counts the leader's job against the limit. No lock is taken for that: the leader puts it there (as False:
+not to be taken yet) before it looks how many others work, and those count themselves before they look for a token. So
+at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -270,7 +274,8 @@ class ThreadPool:
         """Wake or start a thread if there is a job that may begin, or no leader. Under the lock."""
         if self._closed:
             return
-        wanted = (self._leader is None) + min(len(self._line), self._limit - self._working)
+        free = max(0, self._limit - self._working - len(self._token))
+        wanted = (self._leader is None) + min(len(self._line), free)
         if wanted <= self._coming:
             return
         self._coming += 1
@@ -296,9 +301,8 @@ class ThreadPool:
                         return
                     if self._leader is None:
                         self._leader = me
-                    elif self._line and self._working < self._limit:
+                    elif self._line and self._takes_part():
                         job = self._line.popleft()
-                        self._working += 1
                         self._employ()
                     else:
                         parked = _Parked()
@@ -325,6 +329,15 @@ class ThreadPool:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
+    def _takes_part(self) -> bool:
+        """Count the calling thread as working, unless as many as may are at work. Under the lock."""
+        self._working += 1
+        # In this order: see the theory of operation.
+        if self._working + len(self._token) <= self._limit:
+            return True
+        self._working -= 1
+        return False
+
     def _park(self, parked: _Parked) -> bool:
         """Wait to be woken; False if this thread is no longer needed."""
         if parked.lock.acquire(timeout=_IDLE_SECONDS):
@@ -340,19 +353,22 @@ class ThreadPool:
 
     def _lead(self) -> None:
         """Read and run jobs until the lead is lost or the pool closes. The thread does not count as working."""
-        jobs, token, source = self._jobs, self._token, self._source
+        jobs, token, line, source = self._jobs, self._token, self._line, self._source
         while not self._closed:
             while jobs:
                 try:
                     job = jobs.popleft()
                 except IndexError:
                     break
-                if self._working >= self._limit:
+                self._serial = serial = self._serial + 1
+                token[serial] = False
+                # Those in line come first, unless there is a thread for each of them.
+                if self._working + len(line) >= self._limit:
+                    del token[serial]
                     with self._lock:
-                        self._line.append(job)
+                        line.append(job)
                         self._employ()
                     continue
-                self._serial = serial = self._serial + 1
                 token[serial] = True
                 if self._overseer_sleeps:
                     self._call.set()
@@ -369,6 +385,10 @@ class ThreadPool:
                     with self._lock:
                         self._working -= 1
                     return
+                if line:
+                    # The leader's job may have kept one of them waiting.
+                    with self._lock:
+                        self._employ()
             source.flush()
             source.poll(jobs)
         source.flush()
@@ -383,9 +403,9 @@ class ThreadPool:
 
     def _depose(self, serial: int) -> bool:
         """Take the lead from a leader that is in the middle of this job. False if it has just finished it."""
-        if not self._token.pop(serial, False):
-            return False
         with self._lock:
+            if not (self._token.get(serial) and self._token.pop(serial, False)):
+                return False
             self._leader = None
             self._working += 1
             self._employ()
