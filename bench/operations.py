@@ -6,7 +6,7 @@
 Two jobs train the same small model with DDP in two workers each, a few steps in turn, so neighbours saw the same machine. One has
 everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top` looks at it.
 The other one has nothing on. Compared is each turn of the first with the mean of the two of the other one around it. On a shared machine
-turns vary by a tenth, so it takes thousands of them. Pairs of jobs differ as well, by where their memory lies: so there are several.
+turns vary by a tenth, so it takes thousands of them. Pairs of jobs differ as well, by up to 2 %: so there are many.
 
 Those who watch delay the steps of both jobs, by no more than the time that they use. So how much of a core that is comes on top.
 
@@ -346,8 +346,8 @@ def _cpu(pid: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--pairs", type=int, default=4, help="of jobs")
-    parser.add_argument("--turns", type=int, default=2000, help="of each of the two jobs")
+    parser.add_argument("--pairs", type=int, default=12, help="of jobs")
+    parser.add_argument("--turns", type=int, default=500, help="of each of the two jobs")
     parser.add_argument("--times", type=int, default=7, help="looks of each kind")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="write the JSON there as well")
