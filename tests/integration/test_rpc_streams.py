@@ -177,10 +177,17 @@ def sum_of_stream(to: str, number: int) -> int:
     return sum(rpc.rpc_stream(to, count, (number,)))
 
 
+gate = threading.Event()
+
+
 def waits_for_item() -> Iterator[float]:
     yield 0.0
-    time.sleep(30)
+    gate.wait(30)
     yield 1.0
+
+
+def open_gate() -> None:
+    gate.set()
 
 
 def test_items_come_in_order_and_all_of_them(pair):
@@ -289,6 +296,7 @@ def test_who_waits_for_an_item_hears_that_another_one_has_closed_the_stream(pair
             return [each.result(10 * pace()) for each in waiting]
 
     assert pair.on(0, case) == [[], [], []]
+    pair.on(1, open_gate)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16])

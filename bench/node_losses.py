@@ -1,0 +1,232 @@
+"""How soon the survivors of a lost node step again if another node waits: a session over four hosts; prints JSON.
+
+    python bench/node_losses.py --losses 2
+    python bench/node_losses.py --output bench/results/node_losses.json
+
+Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a fifth one that waits. A
+supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host takes its place, and the lost one
+is started again and waits. Time is counted until the last survivor has completed a step that it had not begun: from the instant at
+which the first supervisor reports the loss (``known``), and from the fault itself. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hosts import Network, available, processes_with
+from jobs import Progress, machine, publish, spread
+from soak_elastic import HOSTS, LEASE, MARK
+from soak_session_nodes import PATIENCE, RANKS, SessionHost
+from soak_sessions import TRAIN, Board
+
+
+KINDS = ("supervisor killed", "node killed", "node with the store killed", "cable cut")
+# More than any run has.
+STEPS = 1_000_000
+# Seconds that are promised: from a known loss, and beyond the lease where a host is silent.
+KNOWN, BEYOND = 0.5, 0.5
+_WAITS = "waiting as a spare"
+
+
+class Hosts:
+    """The hosts of a job, and which of them waits."""
+
+    def __init__(self, network: Network, folder: Path, mark: str, rng: random.Random) -> None:
+        self._network = network
+        self._folder = folder
+        self._rng = rng
+        self._all = [
+            SessionHost(index, network, folder, mark, STEPS, "ddp", 0) for index in range(HOSTS + 1)
+        ]
+        *self.members, self.waits = self._all
+
+    def start(self, board: Board) -> None:
+        for host in self.members:
+            host.start()
+        until(lambda: all(steps > 3 for _, steps, _ in board.lines()), "the job trains")
+        self._join_as_spare(self.waits)
+
+    def _join_as_spare(self, host: SessionHost) -> None:
+        log = self._folder / f"host{host.index}.log"
+        before = log.read_text().count(_WAITS) if log.exists() else 0
+        host.start()
+        until(lambda: log.read_text().count(_WAITS) > before, f"host {host.index} waits")
+
+    def choose(self, kind: str) -> SessionHost:
+        if kind == "node with the store killed":
+            return max(self.members, key=lambda each: each.served())
+        store = max(self.members, key=lambda each: each.served())
+        return self._rng.choice([each for each in self.members if each is not store])
+
+    def strike(self, kind: str, host: SessionHost) -> None:
+        assert host.process is not None
+        if kind == "cable cut":
+            self._network.cable(host.index, "down")
+        elif kind == "supervisor killed":
+            host.process.kill()
+        else:
+            for process in host.tree():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+    def mend(self, kind: str, host: SessionHost) -> None:
+        """The lost host comes back, and waits."""
+        if kind == "cable cut":
+            for process in host.tree():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            self._network.cable(host.index, "up")
+        assert host.process is not None
+        host.process.wait(20)
+        self.members[self.members.index(host)], self.waits = self.waits, host
+        self._join_as_spare(host)
+
+
+def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"in vain: {what}")
+        time.sleep(0.001)  # a bench may poll what it measures
+
+
+def known_at(events: Path, since: float) -> float | None:
+    """When the first supervisor knew of a loss."""
+    told = map(json.loads, events.read_text().splitlines())
+    found = [
+        each["monotonic"]
+        for each in told
+        if each["kind"] in ("node_lost", "store_lost") and each["monotonic"] > since
+    ]
+    return min(found, default=None)
+
+
+def lose(kind: str, hosts: Hosts, board: Board, events: Path) -> tuple[float | None, float, bool]:
+    """One loss.
+
+    Returns:
+        Seconds until the last survivor has stepped, from a known loss and from the fault; whether survivors kept their process.
+    """
+    host = hosts.choose(kind)
+    theirs = {process.pid for process in host.tree()}
+    before = board.lines()
+    others = [rank for rank in range(RANKS) if before[rank][0] not in theirs]
+    assert len(others) == RANKS - RANKS // HOSTS, (before, theirs)
+    done: dict[int, float] = {}
+    at = time.monotonic()
+    hosts.strike(kind, host)
+
+    def back() -> bool:
+        lines = board.lines()
+        # A step that was completed with the lost ranks' gradients is none after the loss.
+        for rank in others:
+            _, steps, last = lines[rank]
+            if last > at and steps > before[rank][1] + 1:
+                done.setdefault(rank, last)
+        return len(done) == len(others)
+
+    until(back, f"{kind}: survivors step again")
+    until(lambda: all(last > at for _, _, last in board.lines()), f"{kind}: all step")
+    after = board.lines()
+    stepped, known = max(done.values()), known_at(events, at)
+    kept = all(after[rank][0] == before[rank][0] for rank in others)
+    hosts.mend(kind, host)
+    return None if known is None else stepped - known, stepped - at, kept
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> dict[str, dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(prefix="rally-losses-"))
+    (folder / "train.py").write_text(TRAIN)
+    events = folder / "events"
+    os.environ["RALLY_EVENTS"] = str(events)
+    board = Board(folder, RANKS)
+    mark = f"losses-{os.getpid()}"
+    rng = random.Random(options.seed)
+    from_known: dict[str, list[float]] = defaultdict(list)
+    from_fault: dict[str, list[float]] = defaultdict(list)
+    all_kept = True
+    with Network(HOSTS + 1) as network:
+        try:
+            hosts = Hosts(network, folder, mark, rng)
+            progress.step("start")
+            hosts.start(board)
+            for number in range(options.losses * len(KINDS)):
+                kind = KINDS[number % len(KINDS)]
+                progress.step(kind)
+                time.sleep(rng.uniform(1.0, 2.0))
+                known, fault, kept = lose(kind, hosts, board, events)
+                if known is not None:
+                    from_known[kind].append(known)
+                from_fault[kind].append(fault)
+                all_kept = all_kept and kept
+        finally:
+            for process in processes_with(MARK, mark):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            print(f"logs: {folder}", file=sys.stderr)
+    shutil.rmtree(folder)
+    return {
+        "survivors_step_after_known_s": {kind: spread(from_known[kind]) for kind in KINDS},
+        "survivors_step_after_fault_s": {kind: spread(from_fault[kind]) for kind in KINDS},
+        "survivors_keep_their_process": {"holds": all_kept},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--losses", type=int, default=10, help="of each kind (10)")
+    parser.add_argument("--seed", type=int, default=7, help="of instants and victims (7)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    if not available():
+        raise SystemExit("needs root and iproute2")
+    found = measure(options, Progress(1 + options.losses * len(KINDS)))
+    known, fault = found["survivors_step_after_known_s"], found["survivors_step_after_fault_s"]
+    targets = [
+        {
+            "what": f"{kind}: survivors step at most {KNOWN} s after the loss is known, median",
+            "value": known[kind]["median"],
+            "holds": known[kind]["median"] is not None and known[kind]["median"] <= KNOWN,
+        }
+        for kind in KINDS[:-1]
+    ]
+    silent = fault["cable cut"]["median"]
+    targets.append(
+        {
+            "what": f"cable cut: survivors step at most {BEYOND} s after the lease of {LEASE} s, median",
+            "value": silent,
+            "holds": silent is not None and silent <= LEASE + BEYOND,
+        }
+    )
+    targets.append(
+        {
+            "what": "survivors keep their process",
+            "holds": found["survivors_keep_their_process"]["holds"],
+        }
+    )
+    result = {
+        "benchmark": "node_losses",
+        "machine": machine(),
+        "lease_s": LEASE,
+        **found,
+        "targets": targets,
+    }
+    return 1 if publish(result, options.output) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
