@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from hosts import Network, available, processes_with
+from hosts import Network, address, available, processes_with
 from jobs import Progress, machine, publish, spread
-from soak_elastic import HOSTS, LEASE, MARK
+from soak_elastic import HOSTS, LEASE, MARK, PORT
 from soak_session_nodes import PATIENCE, RANKS, SessionHost
 from soak_sessions import TRAIN, Board
 
@@ -40,6 +40,17 @@ KNOWN, BEYOND = 0.5, 0.5
 _WAITS = "waiting as a spare"
 
 
+class AnyHost(SessionHost):
+    """A host of a job whose endpoint names all five: any of them may serve the store in the end."""
+
+    def words(self) -> list[str]:
+        words = super().words()
+        words[words.index("--rdzv-endpoint") + 1] = ",".join(
+            f"{address(index)}:{PORT}" for index in range(HOSTS + 1)
+        )
+        return words
+
+
 class Hosts:
     """The hosts of a job, and which of them waits."""
 
@@ -48,7 +59,7 @@ class Hosts:
         self._folder = folder
         self._rng = rng
         self._all = [
-            SessionHost(index, network, folder, mark, STEPS, "ddp", 0) for index in range(HOSTS + 1)
+            AnyHost(index, network, folder, mark, STEPS, "ddp", 0) for index in range(HOSTS + 1)
         ]
         *self.members, self.waits = self._all
 
@@ -58,19 +69,19 @@ class Hosts:
         until(lambda: all(steps > 3 for _, steps, _ in board.lines()), "the job trains")
         self._join_as_spare(self.waits)
 
-    def _join_as_spare(self, host: SessionHost) -> None:
+    def _join_as_spare(self, host: AnyHost) -> None:
         log = self._folder / f"host{host.index}.log"
         before = log.read_text().count(_WAITS) if log.exists() else 0
         host.start()
         until(lambda: log.read_text().count(_WAITS) > before, f"host {host.index} waits")
 
-    def choose(self, kind: str) -> SessionHost:
+    def choose(self, kind: str) -> AnyHost:
         if kind == "node with the store killed":
             return max(self.members, key=lambda each: each.served())
         store = max(self.members, key=lambda each: each.served())
         return self._rng.choice([each for each in self.members if each is not store])
 
-    def strike(self, kind: str, host: SessionHost) -> None:
+    def strike(self, kind: str, host: AnyHost) -> None:
         assert host.process is not None
         if kind == "cable cut":
             self._network.cable(host.index, "down")
@@ -81,7 +92,7 @@ class Hosts:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
 
-    def mend(self, kind: str, host: SessionHost) -> None:
+    def mend(self, kind: str, host: AnyHost) -> None:
         """The lost host comes back, and waits."""
         if kind == "cable cut":
             for process in host.tree():

@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"_core"},
     "control": {"_core"},
     "tracing": {"_core"},
+    "integrations": {"_core"},
     "launch": {"_core", "control", "rendezvous", "parallel", "tracing"},
     "parallel": {"_core"},
     "ray": {"_core", "launch", "rendezvous"},

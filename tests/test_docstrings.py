@@ -20,6 +20,7 @@ PACKAGES = [
             "compat",
             "elastic",
             "events",
+            "integrations.tqdm",
             "join",
             "launch",
             "parallel",
