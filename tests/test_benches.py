@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-
 BENCH = Path(__file__).parents[1] / "bench"
 QUICK = ["--quick"]
 LITTLE = {
@@ -28,7 +26,9 @@ LITTLE = {
     "hang_drill.py": ["--seeds", "1", "--only", "stuck read"],
     "join.py": QUICK,
     "launch.py": QUICK,
+    "many_supervisors.py": ["--nodes", "16"],
     "memory_rpc.py": QUICK,
+    "node_losses.py": ["--losses", "1"],
     "nodes.py": QUICK,
     "operations.py": ["--pairs", "1", "--turns", "30", "--times", "1"],
     "rendezvous.py": QUICK,
@@ -59,6 +59,8 @@ def test_none_is_forgotten() -> None:
     assert with_options - plots - NEEDS_A_CLUSTER == set(LITTLE)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.netns
 @pytest.mark.parametrize("name", sorted(LITTLE))
 def test_it_runs(name: str, tmp_path: Path) -> None:
