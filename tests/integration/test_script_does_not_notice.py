@@ -1013,6 +1013,22 @@ def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launch
     assert_same(done)
 
 
+@BOTH
+@pytest.mark.parametrize("sets", ["'TQDM_DISABLE'] = '1'", "'HOME'] = '/nowhere'"])
+def test_what_tqdm_reads_at_import_may_be_set_by_the_script(
+    run: Runner, launcher: str, sets: str
+) -> None:
+    """Torch imports it. It looks through the whole environment for names of its own: no line about those of others."""
+    source = (
+        f"import os, sys\nos.environ[{sets}\nimport torch, io\nfrom tqdm import tqdm\n"
+        "bar = tqdm('abc', file=io.StringIO())\n"
+        "print(bar.disable, sys.modules['tqdm'].tqdm is tqdm, len(list(bar)))\n"
+    )
+    done = run(Probe(files={"probe.py": source}, real_torch=True), [launcher])
+    assert done[PYTHON].out == f"{'TQDM' in sets} True 3\n"
+    assert_same(done)
+
+
 def test_what_torch_reads_at_import_alone_is_told(tmp_path: Path, stub_torch: Path) -> None:
     """Once, and not of what the environment of `rally run` has, nor of what has been applied."""
     source = (

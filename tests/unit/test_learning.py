@@ -172,11 +172,24 @@ def test_reads_of_the_environment_are_noted(monkeypatch: pytest.MonkeyPatch) -> 
     assert reads.changes() == {}
 
 
-@pytest.mark.parametrize("use", [dict, list, len, lambda env: env.copy()])
-def test_listing_the_environment_is_noted(use: object) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(dict, list, len, lambda env: env.copy(), lambda env: {**env}),
+        lambda env: [value for name, value in env.items() if name.startswith("TQDM_")],
+        lambda env: list(env.values()),
+        lambda env: next(iter(env.items())),
+    ],
+)
+def test_listing_the_environment_is_noted_and_reads_no_variable_by_name(
+    use: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRESENT", "1")
     with environment.watched() as reads:
         use(os.environ)  # type: ignore[operator]
-    assert reads.everything
+        assert reads.everything and reads.names == set()
+        assert os.environ["PRESENT"] == "1"
+    assert reads.names == {"PRESENT"}
 
 
 @pytest.mark.parametrize(

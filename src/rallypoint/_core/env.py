@@ -6,6 +6,7 @@ Pure code takes a mapping instead (:func:`snapshot`).
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
@@ -102,14 +103,34 @@ def watched() -> Iterator[Reads]:
     reads = Reads(before=snapshot())
     plain = type(os.environ)
 
+    # items(), copy() and the like ask for each value in turn, and so show no interest in this variable: tqdm, for one, which
+    # torch imports, looks through all of them for names of its own. Here: the name that an iteration has come to, and
+    # those behind a whole one, since dict() asks for the values when it has all names.
+    listed: set[str] = set()
+    behind: deque[str] = deque()
+
     class Watched(plain):  # type: ignore[misc, valid-type]  # os._Environ, whose name is private
         def __getitem__(self, name: str) -> str:
-            reads.names.add(os.fsdecode(name))  # subprocess looks for bytes, too
+            read = os.fsdecode(name)  # subprocess looks for bytes, too
+            if behind and behind[0] == read:
+                behind.popleft()
+            else:
+                behind.clear()
+                if read not in listed:
+                    reads.names.add(read)
             return str(super().__getitem__(name))
 
         def __iter__(self) -> Iterator[str]:
             reads.everything = True
-            return iter(list(super().__iter__()))
+            names = list(super().__iter__())
+            for name in names:
+                listed.add(name)
+                try:
+                    yield name
+                finally:
+                    listed.discard(name)
+            behind.clear()
+            behind.extend(names)
 
         def __len__(self) -> int:
             reads.everything = True

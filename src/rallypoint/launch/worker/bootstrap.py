@@ -167,6 +167,7 @@ def run_forked(
         import_watch.start(package_of, env_of_server, lambda told: send_line(fds.line, told))
     if job.kind is not TargetKind.FUNCTION:
         preloaded.hide("torch", worker.import_changes)
+        preloaded.hide("tqdm", variables="TQDM_")
     else:
         environment.apply(worker.import_changes)
     if rank_watch.SPARE in worker.env:

@@ -11,6 +11,7 @@ In a worker torch has been imported already. So torch and its submodules are rem
 ``sys.modules`` before the script runs, and a finder restores them when the script first imports torch.
 The finder then compares the variables that ``import torch`` reads with their values in the fork
 server, and applies changes through torch's own functions. For some of them torch has none: one line says so.
+tqdm, which torch imports, reads settings (``TQDM_DISABLE``) when it is loaded. If a script has set one, it is loaded anew.
 ``"torch" in sys.modules``, by which libraries check whether a program uses torch, is also as in a plain interpreter.
 
 Some libraries read settings when they are *loaded* and offer no way to change them later: OpenMP's
@@ -44,25 +45,33 @@ _APPLIED = frozenset((*_THREADS, *_LOGS, *_DEBUG, *_JIT))
 
 # What Python code has read while torch was imported in the process that workers are forks of.
 _reads: set[str] = set()
+# The environment in which it was imported there.
+_imported_in: dict[str, str] = {}
 
 
 def note_reads(names: Iterable[str]) -> None:
     """These variables were read while torch was imported."""
     _reads.update(names)
+    if not _imported_in:
+        _imported_in.update(environment.snapshot())
 
 
-def hide(package: str, changes: Mapping[str, str | None] | None = None) -> None:
+def hide(
+    package: str, changes: Mapping[str, str | None] | None = None, *, variables: str = ""
+) -> None:
     """Remove a package from ``sys.modules`` until it is imported again. No effect if it is not imported.
 
     Args:
         package: its name.
         changes: what its import has changed in the environment (None: unset), to be changed again with it.
+        variables: if one whose name begins like this is not what it was when torch was imported, the package is imported anew.
     """
     within = f"{package}."
     names = [name for name in sys.modules if name == package or name.startswith(within)]
     if package in names:
         hidden = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, _Finder(package, hidden, environment.snapshot(), changes or {}))
+        finder = _Finder(package, hidden, environment.snapshot(), changes or {}, variables)
+        sys.meta_path.insert(0, finder)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -74,11 +83,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         hidden: dict[str, types.ModuleType],
         env: Mapping[str, str],
         changes: Mapping[str, str | None],
+        variables: str,
     ) -> None:
         self._package = package
         self._hidden = hidden
         self._env = env
         self._changes = changes
+        self._variables = variables
         self._module = hidden[package]
         self._spec = self._module.__spec__
 
@@ -92,6 +103,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # importlib.util.find_spec("torch") must not restore it: only exec_module does.
         if fullname != self._package:
             return None
+        if self._variables and self._own(_imported_in) != self._own(environment.snapshot()):
+            return None
         if self._spec is None or self._spec.origin is None:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return importlib.util.spec_from_file_location(
@@ -100,6 +113,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             loader=self,
             submodule_search_locations=self._spec.submodule_search_locations,
         )
+
+    def _own(self, env: Mapping[str, str]) -> dict[str, str]:
+        return {name: env[name] for name in env if name.startswith(self._variables)}
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return self._module
