@@ -103,7 +103,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # importlib.util.find_spec("torch") must not restore it: only exec_module does.
         if fullname != self._package:
             return None
-        if self._variables and self._own(_imported_in) != self._own(environment.snapshot()):
+        if self._is_outdated():
             return None
         if self._spec is None or self._spec.origin is None:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -114,18 +114,32 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             submodule_search_locations=self._spec.submodule_search_locations,
         )
 
+    def _is_outdated(self) -> bool:
+        """Whether it has to be imported anew."""
+        return bool(self._variables) and self._own(_imported_in) != self._own(
+            environment.snapshot()
+        )
+
     def _own(self, env: Mapping[str, str]) -> dict[str, str]:
         return {name: env[name] for name in env if name.startswith(self._variables)}
+
+    def restore(self) -> None:
+        """Put the package back, unless it is outdated."""
+        if not self._is_outdated():
+            for name, hidden in self._hidden.items():
+                sys.modules.setdefault(name, hidden)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__spec__ = self._spec  # the import has replaced it by ours
-        for name, hidden in self._hidden.items():
-            sys.modules.setdefault(name, hidden)
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.restore()
+        if self._package == "torch":  # it has imported the others
+            for finder in [each for each in sys.meta_path if isinstance(each, _Finder)]:
+                finder.restore()
         now = environment.snapshot()
         if self._package == "torch":
             _catch_up(module, self._env, now)
