@@ -182,11 +182,13 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, dict[s
                     from_known[kind].append(known)
                 from_fault[kind].append(fault)
                 all_kept = all_kept and kept
+        except BaseException:
+            print(f"logs: {folder}", file=sys.stderr)
+            raise
         finally:
             for process in processes_with(MARK, mark):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            print(f"logs: {folder}", file=sys.stderr)
     shutil.rmtree(folder)
     return {
         "survivors_step_after_known_s": {kind: spread(from_known[kind]) for kind in KINDS},

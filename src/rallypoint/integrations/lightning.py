@@ -17,7 +17,12 @@ else:
     try:
         from lightning.pytorch import Callback
     except ImportError:
-        from pytorch_lightning import Callback
+        try:
+            from pytorch_lightning import Callback
+        except ImportError as error:
+            raise ImportError(
+                "rallypoint.integrations.lightning needs Lightning: pip install lightning"
+            ) from error
 
 
 __all__ = ["ProgressCallback"]

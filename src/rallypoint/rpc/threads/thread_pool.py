@@ -352,7 +352,7 @@ class ThreadPool:
         return True
 
     def _lead(self) -> None:
-        """Read and run jobs until the lead is lost or the pool closes. The thread does not count as working."""
+        """Read and run jobs until the lead is lost or the pool closes. The thread is not in ``_working``: its token counts."""
         jobs, token, line, source = self._jobs, self._token, self._line, self._source
         while not self._closed:
             while jobs:
