@@ -108,6 +108,51 @@ def test_ranks_that_have_just_begun_to_wait_take_steps_that_need_little_cpu(
         assert (found.missing, found.waiting) == ((2,), (0, 1))
 
 
+def stepping(*last: int) -> list[dict[str, Any]]:
+    """Rank 0 is within a collective; of each rank, the number of the last one begun, which is done; 0: it does not say."""
+    call = {"op": "all_reduce", "sizes": [[4]], "dtype": "Float", "done": True, "seconds": 0.0}
+    group = {"name": "0", "about": "default_pg", "ranks": list(range(len(last)))}
+    processes = [process(rank, *(COLLECTIVE if rank == 0 else ())) for rank in range(len(last))]
+    for each, seq in zip(processes, last, strict=True):
+        if seq:
+            each["collectives"] = [{**group, "calls": [{**call, "seq": seq, "at": ""}]}]
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "confirmed"),
+    [
+        ((7, 7, 7), (7, 7, 7), True),
+        ((7, 7, 7), (8, 8, 8), False),
+        ((7, 7, 7), (7, 7, 8), False),
+        ((7, 0, 7), (7, 7, 7), True),
+        ((7, 7, 0), (7, 0, 7), True),
+        ((0, 0, 0), (0, 0, 0), True),  # none has a group yet
+    ],
+)
+def test_what_only_stacks_tell_is_told_if_it_stays(
+    before: tuple[int, ...], now: tuple[int, ...], *, confirmed: bool
+) -> None:
+    first = hang_report.explain(stepping(*before), 60.0, 3, working=True)
+    second = hang_report.explain(stepping(*now), 60.0, 3, working=True)
+    assert first is not None and second is not None
+    assert not first.confirms(None)
+    assert second.confirms(first) == confirmed
+
+
+def test_another_rank_in_a_collective_confirms_nothing() -> None:
+    first = hang_report.explain([process(0, *COLLECTIVE), process(1)], 60.0, 2)
+    second = hang_report.explain([process(0), process(1, *COLLECTIVE)], 60.0, 2)
+    assert first is not None and second is not None and not second.confirms(first)
+
+
+def test_what_records_tell_needs_no_second_look() -> None:
+    processes = stepping(7, 6)
+    processes[0]["collectives"][0]["calls"][0].update(done=False, seconds=60.0)
+    found = hang_report.explain(processes, 60.0, 2)
+    assert found is not None and found.confirms(None)
+
+
 @pytest.mark.parametrize("files", [("/serve.py",), RPC, ("/lib/torch/nn/module.py",)])
 def test_nobody_in_a_collective_is_no_hang(files: tuple[str, ...]) -> None:
     assert hang_report.explain([process(0, *files), process(1, *files)], 60.0, 2) is None

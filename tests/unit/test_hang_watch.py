@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import threading
@@ -176,6 +177,47 @@ def test_another_hang_is_told_although_hardly_any_cpu_was_used_meanwhile(
     begun[workers[0].pid] = 2
     look_until(2, PATIENCE)
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["hangs", "steps go on"])
+def test_a_rank_that_is_seen_in_a_collective_once_does_not_hang(
+    workers: list[Any], steps: int
+) -> None:
+    """Steps went on in the very moment of the look: the records show none that is pending."""
+    frames = [{"file": "/lib/torch/distributed/distributed_c10d.py", "line": 1, "function": "f"}]
+    call = {"op": "all_reduce", "sizes": [[4]], "dtype": "Float", "done": True, "seconds": 0.0}
+    begun = itertools.count(1, steps)
+
+    def look() -> Mapping[str, Any]:
+        seq = next(begun)
+        group = {"name": "0", "about": "", "ranks": [0, 1], "calls": [{**call, "seq": seq}]}
+        found = [
+            {
+                "rank": rank,
+                "pid": rank,
+                "name": "",
+                "threads": [{"name": "", "frames": frames}] if rank else [],
+                "why": "",
+                "collectives": [group],
+            }
+            for rank in range(2)
+        ]
+        return {"processes": found, "ended": [], "unheard": [], "moving": False}
+
+    asked = Asked(look)
+    said: list[str] = []
+    hang = HangWatch(AFTER, said.append)
+    deadline = time.monotonic() + PATIENCE
+    while len(asked.times) < 5 and not said:
+        assert time.monotonic() < deadline
+        hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
+        time.sleep(hang.interval)
+    if steps:
+        assert said == []
+        assert asked.times[-1] - asked.times[-2] >= 4 * AFTER, "it looks ever more seldom"
+    else:
+        assert len(asked.times) == 2
+        assert "rank 0 does not come" in said[0]
 
 
 @pytest.mark.parametrize("lacks", ["threads", "descriptors"])

@@ -108,6 +108,16 @@ def longest(known: Mapping[int, Sequence[Group]]) -> float | None:
     return max((float(each["seconds"]) for each in pending if each is not None), default=None)
 
 
+def last_begun(
+    known: Mapping[int, Sequence[Group]],
+) -> dict[tuple[str, tuple[int, ...]], dict[int, int]]:
+    """By group (its name and members) and rank: the number of the last collective."""
+    return {
+        key: {rank: calls[-1]["seq"] for rank, calls in of_ranks.items()}
+        for key, of_ranks in _by_group(known).items()
+    }
+
+
 def place(groups: Sequence[Group]) -> str:
     """What a rank waits in, such as ``all_reduce #1542 of the default group (float32, 4.0 MiB) for 212 s``; or nothing."""
     waits = [(each, group) for group in groups if (each := _first_pending(group["calls"]))]

@@ -27,11 +27,27 @@ class Hang:
         missing: the ranks for which the others wait, or whose call does not match theirs; empty if that is not known.
         waiting: the ranks that wait in a collective.
         text: for people.
+        begun: by group (its name and members) and rank, the number of the last collective. None if a collective is known to have
+            been waited for long; otherwise, only the stacks tell, and steps may have gone on in the very moment of the look.
     """
 
     missing: tuple[int, ...]
     waiting: tuple[int, ...]
     text: str
+    begun: Mapping[tuple[str, tuple[int, ...]], Mapping[int, int]] | None = None
+
+    def confirms(self, earlier: Hang | None) -> bool:
+        """Whether this is to be told: a record tells it, or an earlier look has found the same."""
+        if self.begun is None:
+            return True
+        if earlier is None or earlier.begun is None:
+            return False
+        # A worker that is busy may not have said what it has begun.
+        known = [(key, rank) for key, ranks in self.begun.items() for rank in ranks]
+        return not set(self.waiting).isdisjoint(earlier.waiting) and all(
+            earlier.begun.get(key, {}).get(rank, self.begun[key][rank]) == self.begun[key][rank]
+            for key, rank in known
+        )
 
 
 def explain(
@@ -104,7 +120,8 @@ def explain(
             f"all ranks wait in the same collective: {still}."
             " Do their sizes and groups match? Is the network between the nodes up?"
         )
-    return Hang(tuple(missing), tuple(waiting), f"{head}\n{stack_groups.text(processes)}")
+    text = f"{head}\n{stack_groups.text(processes)}"
+    return Hang(tuple(missing), tuple(waiting), text, collective_waits.last_begun(known))
 
 
 def _have_ended(ranks: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """Tells a job that hangs: nothing moves anywhere, and some ranks wait in a collective.
 
 Every supervisor notes what its workers use; that costs them nothing. If those of node 0 have done nothing for a while, its supervisor
-asks the others. If all stand still, it reads the stacks, once, and says what it found.
+asks the others. If all stand still, it reads the stacks, and says what it found: at once if a collective has been pending for long;
+if only the stacks tell it, once a second look has found the same.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rallypoint import events
 from rallypoint._core import clock, side_thread
@@ -21,6 +22,9 @@ from rallypoint.launch.generation import Worker
 
 from .stillness import Standstill, Stillness
 
+
+if TYPE_CHECKING:
+    from rallypoint.control.stacks.hang_report import Hang
 
 # Looks in the time after which a job hangs.
 LOOKS = 4
@@ -52,6 +56,8 @@ class HangWatch:
 
     def __init__(self, after: float, say: Callable[[str], None], steps: int = 0) -> None:
         self._found: tuple[int, str] | None = None  # generation, and why
+        self._told: tuple[int, Hang] | None = None  # generation; since then, nothing has moved
+        self._doubtful: Hang | None = None  # found by stacks alone; another look must confirm it
         self.interval = after / LOOKS
         self._least, self._steps = after, steps
         self._after = after
@@ -74,6 +80,11 @@ class HangWatch:
         found, self._found = self._found, None
         return found[1] if found is not None and found[0] == generation else ""
 
+    def hang(self, generation: int) -> Hang | None:
+        """What was told of this generation, if nothing has moved since."""
+        told = self._told
+        return told[1] if told is not None and told[0] == generation else None
+
     def look(self, workers: Iterable[Worker], ready: RoundReady, ask: Ask) -> None:
         """Take note of what the workers use, and tell if the job hangs.
 
@@ -95,6 +106,7 @@ class HangWatch:
         frozen = self._frozen >= LONGER * self._after
         if (not everybody and not many and not frozen) or self._has_moved():
             self._quiet_until, self._next_wait = 0.0, self._after
+            self._doubtful = self._told = None
         world_size = workers[0].ranks.world_size if workers else 0
         if ready.node_rank != 0 or world_size < 2:
             return
@@ -178,6 +190,7 @@ class HangWatch:
         if found["moving"]:
             self._quiet_until = 0.0
             return
+        doubtful = self._doubtful
         hang = hang_report.explain(
             found["processes"],
             seconds,
@@ -190,7 +203,16 @@ class HangWatch:
         if hang is None:
             self._look_again()
             return
+        if not hang.confirms(doubtful):
+            self._doubtful = hang
+            if doubtful is None:
+                # So much later, steps that go on show.
+                self._quiet_until = clock.MONOTONIC.now() + self.interval / 2
+            else:
+                self._look_again()  # they do go on, and need little CPU
+            return
         self._say(hang.text)
+        self._told = generation, hang
         self._found = generation, hang.text.partition("\n")[0]
         events.emit(
             events.JobHangs(
