@@ -87,6 +87,41 @@ def test_an_answer_without_records_has_none(body: dict[str, object] | None) -> N
     assert node_answers.processes(body) == []
 
 
+STATUS = {
+    "id": "llm",
+    "pid": 7,
+    "host": "h",
+    "seconds": 1.5,
+    "state": "running",
+    "target": "train.py",
+    "args": [],
+    "node_rank": 1,
+    "nodes": 2,
+    "world_size": 8,
+    "generation": 0,
+    "restarts": 0,
+    "max_restarts": 3,
+    "workers": [{"rank": 1, "state": "running"}],
+    "spares": [],
+    "progress": None,
+}
+
+
+def test_what_a_node_says_of_its_job_is_taken() -> None:
+    assert node_answers.status({"status": STATUS}) == STATUS
+    before = {**STATUS, "node_rank": None, "generation": None}  # the first round
+    assert node_answers.status({"status": before}) == before
+
+
+@given(st.data())
+def test_what_a_node_says_of_its_job_in_another_form_is_left_out(data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from(sorted(STATUS)))
+    value = data.draw(st.sampled_from([{"nothing": 1}, [3], b"", 1j]))
+    if (key, value) != ("args", [3]):
+        assert node_answers.status({"status": {**STATUS, key: value}}) is None
+    assert node_answers.status({"status": [STATUS]}) is node_answers.status(None) is None
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -125,7 +160,7 @@ def test_only_the_nodes_of_the_ranks_that_are_meant_are_asked(
         master_port=0,
     )
     others = Others()
-    questions = JobQuestions(others, dict, dict)
+    questions = JobQuestions(others, dict, dict, dict)
     questions.logs({"ask": "logs", "ranks": ranks}, ready)()
     assert asked == [nodes]
     others.close("")

@@ -18,6 +18,8 @@ from . import messages, sockets
 
 # A supervisor answers at once unless it stands still.
 ANSWER_PATIENCE = 5.0
+# What other nodes' answers may take longer than those are given.
+NODES_WAY = 2.0
 # What stacks may take longer than the supervisors are given to read them.
 STACKS_WAY = 8.0
 STACKS_PATIENCE = 10.0
@@ -51,6 +53,24 @@ class RunningJob:
             ControlError: it has ended, or does not answer.
         """
         return self.ask({"ask": "status"}, ANSWER_PATIENCE)
+
+    def nodes(
+        self, only: Sequence[int] = (), *, patience: float = ANSWER_PATIENCE
+    ) -> dict[int, dict[str, Any] | None]:
+        """What the supervisors of all the job's nodes say of it.
+
+        Args:
+            only: the ranks of nodes; empty: all.
+            patience: seconds.
+        Returns:
+            By rank of the node: as :meth:`status`; None for one that does not answer in time. Before the first round, this node
+            alone, as rank 0.
+        Raises:
+            ControlError: the job has ended, does not answer, or its nodes cannot be asked.
+        """
+        question = {"ask": "nodes", "only": list(only), "patience": patience}
+        found: dict[str, dict[str, Any] | None] = self.ask(question, patience + NODES_WAY)["nodes"]
+        return {int(node): told for node, told in found.items()}
 
     def stacks(
         self,

@@ -140,6 +140,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._listener = listener or Listener()
         self._store_for = store_for
         self._facts: Mapping[str, Any] = {}
+        self._arrived: int | None = None
         self._stop = threading.Event()
         self._departures = Departures()
         self._standing = standing = Standing(
@@ -192,6 +193,7 @@ class DynamicRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         began = MONOTONIC.now()
         deadline = Deadline(self._timing.join)
+        self._arrived = None
         while True:
             try:
                 records = self._connected(deadline)
@@ -385,6 +387,11 @@ class DynamicRendezvous(RendezvousHandler):
         return self._standing.plan
 
     @property
+    def arrived(self) -> int | None:
+        """How many nodes have come to the round that is about to form, as far as this one knows; None: nothing is known yet."""
+        return self._arrived
+
+    @property
     def records(self) -> RecordStore | None:
         """The connection of :meth:`next_rendezvous`; clone it for a thread of your own."""
         return self._connection.records
@@ -467,7 +474,7 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Claim(key, body):
                 return records.claim(key, body)
             case operations.Increment(key):
-                return records.increment(key)
+                return self._note_count(key, records.increment(key))
             case operations.Write(key, body):
                 return records.write(key, body)
             case operations.Await(key, timeout):
@@ -482,7 +489,7 @@ class DynamicRendezvous(RendezvousHandler):
                         self._connection.note_store(found)
                 return bodies
             case operations.Count(key):
-                return records.count(key)
+                return self._note_count(key, records.count(key))
             case operations.Delete(key):
                 return records.delete(key)
             case operations.Gone():
@@ -524,6 +531,12 @@ class DynamicRendezvous(RendezvousHandler):
         """Remember the latest plan."""
         if body is not None and key.endswith("/plan") and "standbys" in body:
             self._standing.latest = body
+
+    def _note_count(self, key: str, count: int) -> int:
+        """Remember how many nodes have come."""
+        if key.endswith("/arrivals"):
+            self._arrived = count
+        return count
 
     def _all_facts(self) -> Mapping[str, Any]:
         addr = self._told_address()

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import step_words
 from .quantities import duration
 
 
-_HEAD = ("JOB", "PID", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "COMMAND")
+_HEAD = ("JOB", "PID", "HOST", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "COMMAND")
+_HOST = _HEAD.index("HOST")
 # Columns that end where the terminal does.
 _COMMAND = 60
 
 
-def table(jobs: Sequence[tuple[str, int, Mapping[str, Any] | str]]) -> str:
-    """A row for each job.
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A supervisor of a job.
 
     Args:
-        jobs: its name for one that has told no status, the supervisor's pid, and its status or why it has told none.
+        name: the job's.
+        pid: of the supervisor; None: unknown.
+        told: its status, or why it has told none.
+        host: where it runs; empty: here.
+        node: rank of the node and number of nodes, if it has told nothing.
     """
-    rows = [_HEAD, *(_row(*each) for each in jobs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
+
+    name: str
+    pid: int | None
+    told: Mapping[str, Any] | str
+    host: str = ""
+    node: str = ""
+
+
+def table(supervisors: Sequence[Row]) -> str:
+    """A line for each supervisor, below a head. Hosts are a column if any is named."""
+    rows = [_HEAD, *map(_cells, supervisors)]
+    if not any(each.host for each in supervisors):
+        rows = [(*row[:_HOST], *row[_HOST + 1 :]) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -29,22 +48,25 @@ def table(jobs: Sequence[tuple[str, int, Mapping[str, Any] | str]]) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, pid: int, told: Mapping[str, Any] | str) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
+    told, pid = row.told, "-" if row.pid is None else str(row.pid)
     if isinstance(told, str):
-        return (name, str(pid), "", "", "", "", "", told, "")
+        return (row.name, pid, row.host, "", row.node, "", "", "", told, "")
     workers = told["workers"]
     alive = sum(each["state"] == "running" for each in workers)
     node = "-" if told["node_rank"] is None else f"{told['node_rank']} of {told['nodes']}"
     ranks = "-"
     if told["world_size"]:
-        ranks = f"{alive} of {told['world_size']}" if told["nodes"] == 1 else f"{alive} here"
+        where = "there" if row.host else "here"
+        ranks = f"{alive} of {told['world_size']}" if told["nodes"] == 1 else f"{alive} {where}"
     if spares := told.get("spares"):
         waiting = sum(each["state"] == "waiting" for each in spares)
         ranks += f", {waiting} of {len(spares)} spares"
     words = " ".join([str(told["target"]), *map(str, told["args"])])
     return (
-        str(told["id"]),
-        str(pid),
+        row.name,
+        pid,
+        row.host,
         duration(float(told["seconds"])),
         node,
         ranks,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from rallypoint._core.clock import Deadline
 from rallypoint.control import client, sockets
 from rallypoint.errors import ConfigError, ControlError
 
@@ -16,15 +18,19 @@ HELP = """\
 usage: rally ps [JOB] [--json]
 
 List the jobs of this user on this host: one row per supervisor (`rally run`, or a program that launches functions).
-With JOB (its id, the beginning of it, or the supervisor's pid), list that one.
+With JOB (its id, the beginning of it, or the supervisor's pid), list that one on all its nodes.
 
   JOB       the job's id (--rdzv-id, or the name that was made)
   PID       of the supervisor
-  NODE      this node's rank, and how many nodes the job has now
-  RANKS     how many of the job's workers run here
+  HOST      of the supervisor, if the job has several nodes
+  NODE      the node's rank, and how many nodes the job has now
+  RANKS     how many of the job's workers run there
   GEN       the generation: 0 at first, plus one after each restart
 
-  --json    one JSON object per job, with its workers; keys in docs/operations.md"""
+  --json    one JSON object per row, with its workers; keys in docs/operations.md"""
+
+# Seconds that node 0 of a job may take to say whether it hangs, and that a list may wait for such answers in all.
+STATE_PATIENCE = 1.0
 
 
 def command(words: Sequence[str]) -> str:
@@ -42,22 +48,55 @@ def command(words: Sequence[str]) -> str:
             raise ConfigError("ps", word, "no such flag (known: --json)", "rally ps --help")
     if len(jobs) > 1:
         raise ConfigError("ps", " ".join(jobs), "expected one job", "rally ps --help")
-    found: list[tuple[client.RunningJob, dict[str, Any] | ControlError]]
-    if jobs:
-        one = client.connect(jobs[0])
-        found = [(one, one.status())]
-    else:
-        found = list(client.running())
+    rows = _of_one(client.connect(jobs[0])) if jobs else _here()
     if "--json" in words:
-        return "\n".join(json.dumps(told) for _, told in found if isinstance(told, dict))
-    if not found:
-        return "no job of this user runs on this host"
-    return job_table.table(
-        [
-            (sockets.safe_id(job.path), job.pid, told if isinstance(told, dict) else _reason(told))
-            for job, told in found
-        ]
-    )
+        return "\n".join(json.dumps(row.told) for row in rows if isinstance(row.told, dict))
+    return job_table.table(rows) if rows else "no job of this user runs on this host"
+
+
+def _here() -> list[job_table.Row]:
+    """The jobs of this host."""
+    rows = []
+    patience = Deadline(STATE_PATIENCE)
+    for job, told in client.running():
+        if isinstance(told, ControlError):
+            rows.append(job_table.Row(sockets.safe_id(job.path), job.pid, _reason(told)))
+            continue
+        if told["node_rank"] and told["state"] == "running" and not patience.expired():
+            with contextlib.suppress(ControlError):
+                told = _with_hang(told, job.nodes([0], patience=patience.remaining() or 0.0)[0])
+        rows.append(job_table.Row(str(told["id"]), job.pid, told))
+    return rows
+
+
+def _of_one(job: client.RunningJob) -> list[job_table.Row]:
+    """One job, on all its nodes."""
+    own = job.status()
+    name = str(own["id"])
+    if own["nodes"] < 2:
+        return [job_table.Row(name, job.pid, own)]
+    try:
+        nodes = job.nodes()
+    except ControlError as error:
+        why = f"cannot be asked: {_reason(error)}"
+        nodes = dict.fromkeys(range(own["nodes"]))
+        nodes[own["node_rank"]] = own
+    else:
+        why = "does not answer"
+    return [
+        job_table.Row(name, None, why, node=f"{rank} of {len(nodes)}")
+        if told is None
+        else job_table.Row(name, told["pid"], _with_hang(told, nodes[0]), host=told["host"])
+        for rank, told in sorted(nodes.items())
+    ]
+
+
+def _with_hang(told: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
+    """A node's status, with what node 0 says of a hang: it is the one that looks for them."""
+    hangs = first is not None and first.get("hang") and first["generation"] == told["generation"]
+    if first is None or not hangs or told["state"] != "running":
+        return told
+    return {**told, "state": first["state"], "hang": first["hang"]}
 
 
 def _reason(error: ControlError) -> str:

@@ -164,6 +164,10 @@ class Coordination(Protocol):
     def broken(self) -> bool:
         """Whether the other nodes can no longer be reached."""
 
+    @property
+    def arrived(self) -> int | None:
+        """How many nodes have come to the round that is about to form, as far as this one knows; None: nothing is known yet."""
+
     def fileno(self) -> int:
         """A descriptor that is readable while :meth:`take` has events."""
 
@@ -238,6 +242,7 @@ class LoneNode:
 
     serves_store = True
     broken = False
+    arrived = None
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

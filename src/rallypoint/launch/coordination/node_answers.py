@@ -15,6 +15,8 @@ from rallypoint._core import flight_records
 MAX_ANSWER: Final = 64 * 1024 * 1024
 # The numbers in a record of what a worker uses.
 _USED: Final = ("cpu", "memory", "threads", "children", "read", "written", "at")
+# The numbers in what a node says of its job.
+_OF_JOBS: Final = ("pid", "nodes", "world_size", "restarts", "max_restarts")
 # Bytes in a record of its memory, and of a device.
 _SIZES: Final = ("rss", "pss", "shared", "private", "swap", "huge")
 _OF_DEVICES: Final = (
@@ -45,10 +47,36 @@ def processes(body: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     return [each for each in records if isinstance(each, dict) and _is_record(each)]
 
 
+def status(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a node says of the job, in an answer; None if it says nothing that can be read."""
+    found = (body or {}).get("status")
+    return found if isinstance(found, dict) and _is_status(found) else None
+
+
 def ended(body: Mapping[str, Any] | None) -> set[int]:
     """The ranks of workers that have ended, in an answer."""
     found = (body or {}).get("ended")
     return {each for each in found if type(each) is int} if isinstance(found, list) else set()
+
+
+def _is_status(status: Mapping[str, Any]) -> bool:
+    texts = [status.get(name) for name in ("id", "host", "state", "target")]
+    numbers = [status.get(name) for name in _OF_JOBS]
+    known_later = (status.get("node_rank"), status.get("generation"))
+    parts = (status.get("workers"), status.get("spares"))
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(type(number) is int for number in numbers)
+        and all(number is None or type(number) is int for number in known_later)
+        and isinstance(status.get("seconds"), int | float)
+        and isinstance(status.get("args"), list)
+        and all(isinstance(part, list) and all(map(_is_process, part)) for part in parts)
+        and _is_progress(status.get("progress"))
+    )
+
+
+def _is_process(each: object) -> bool:
+    return isinstance(each, dict) and isinstance(each.get("state"), str)
 
 
 def _is_record(each: Mapping[str, Any]) -> bool:

@@ -112,6 +112,10 @@ class PeerNodes:
     def broken(self) -> bool:
         return self._broken
 
+    @property
+    def arrived(self) -> int | None:
+        return None if self._rendezvous is None else self._rendezvous.arrived
+
     def fileno(self) -> int:
         return self._read
 

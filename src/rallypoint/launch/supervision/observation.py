@@ -71,7 +71,8 @@ class Observation:
         self._on_hang = on_hang
         self._began = clock.MONOTONIC.now()
         self._history = JobHistory()
-        self._questions = JobQuestions(coordination, self._still, self._slowness)
+        self._coordination = coordination
+        self._questions = JobQuestions(coordination, self._still, self._slowness, self._status)
         self._hang_watch: HangWatch | None = None
         if config.hang_after:
             self._hang_watch = HangWatch(config.hang_after, say, config.hang_after_steps)
@@ -169,12 +170,14 @@ class Observation:
         match question.get("ask"):
             case "status":
                 return self._status()
+            case "nodes":
+                return self._questions.nodes(question, self._now.round)
             case "stacks" | "usage" | "memory" | "profile":
                 return self._questions.everywhere(question, self._now.workers, self._now.round)
             case "logs":
                 return self._questions.logs(question, self._now.round)
             case other:
-                known = "status, stacks, usage, memory, profile, logs"
+                known = "status, nodes, stacks, usage, memory, profile, logs"
                 raise ControlError(f"cannot be asked for {other!r} (known: {known})")
 
     def _status(self) -> dict[str, Any]:
@@ -185,6 +188,8 @@ class Observation:
             "seconds": self._seconds(),
             "log_folder": str(self.log_folder or ""),
             "is_ready": self.is_ready,
+            "hang": self._hang(),
+            "arrived": self._coordination.arrived,
             "generations": self._history.told(),
             "spares": self.spares(),
         }
@@ -213,6 +218,13 @@ class Observation:
 
     def _still(self) -> dict[int, float]:
         return {} if self._hang_watch is None else self._hang_watch.still()
+
+    def _hang(self) -> dict[str, Any] | None:
+        watch, ready = self._hang_watch, self._now.round
+        found = None if watch is None or ready is None else watch.hang(ready.generation)
+        if found is None:
+            return None
+        return {"missing": list(found.missing), "waiting": list(found.waiting)}
 
     def _look_for_hang(self) -> None:
         """See whether any worker moves; and again in a while."""

@@ -35,13 +35,14 @@ Look = Callable[[], Mapping[str, Any]]
 
 
 class JobQuestions:
-    """Answers ``stacks``, ``usage``, ``memory`` and ``profile``. Methods are called in the supervisor's loop; what they return is called in another
-    thread, and blocks.
+    """Answers ``nodes``, ``logs``, ``stacks``, ``usage``, ``memory`` and ``profile``. Methods are called in the supervisor's loop;
+    what they return is called in another thread, and blocks.
 
     Args:
         coordination: to the other nodes.
         still: by rank of this node, for how many seconds a worker has done nothing.
         slowness: by rank of this node, how late a worker comes to collectives (:meth:`.SlowWatch.told`).
+        status: of the job on this node (:func:`.status.status`).
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class JobQuestions:
         coordination: Coordination,
         still: Callable[[], Mapping[int, float]],
         slowness: Callable[[], Mapping[int, Mapping[str, Any]]],
+        status: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._coordination = coordination
         self._still = still
         self._slowness = slowness
+        self._status = status
         self._log_readers: LogReaders | None = None
 
     def everywhere(
@@ -121,6 +124,29 @@ class JobQuestions:
 
         return look
 
+    def nodes(self, question: Mapping[str, Any], ready: RoundReady | None) -> Look:
+        """What the supervisors of the job's nodes say of it.
+
+        Args:
+            question: ``only``: the ranks of nodes (none: all); ``patience`` in seconds.
+            ready: the round.
+        Returns:
+            What finds the answer: ``nodes``: by rank of the node, its status; None if it did not answer.
+        """
+        own = self._status()
+        if ready is None or len(ready.workers_of_nodes) < 2:
+            return lambda: {"nodes": {"0": own}}
+        every = frozenset(range(len(ready.workers_of_nodes)))
+        only = every & frozenset(_numbers(question.get("only"))) or every
+        patience, rank = _patience(question), ready.node_rank
+
+        def look() -> Mapping[str, Any]:
+            told = self._coordination.ask_nodes({"ask": "nodes"}, patience, only)
+            found = {str(node): node_answers.status(told.get(node)) for node in sorted(only)}
+            return {"nodes": {**found, str(rank): own} if rank in only else found}
+
+        return look
+
     def logs(self, question: Mapping[str, Any], ready: RoundReady | None) -> Look:
         """The output of the other nodes' workers: that of this node is in files that who asks can read.
 
@@ -158,6 +184,10 @@ class JobQuestions:
         if asked.question.get("ask") == "logs":
             self._answer_logs(asked, ready, folder)
             return
+        if asked.question.get("ask") == "nodes":
+            status = self._status()
+            self._answer_with(asked, lambda: {"status": status}, "rally-nodes")
+            return
         wanted = asked.question.get("if_still")
         workers = list(workers)
         ended = _ended(workers)
@@ -166,15 +196,9 @@ class JobQuestions:
         none_left = bool(workers) and len(ended) == len(workers)
         moves = isinstance(wanted, float) and not none_left and min(still, default=0.0) < wanted
         own = self._own(asked.question, [] if moves else workers)
-
-        def look() -> None:
-            try:
-                answer = {"processes": own(), "ended": ended, "moving": moves}
-                self._coordination.answer(asked, answer)
-            except (RallyError, OSError, ValueError):
-                pass  # the store is gone; who asked is told that this node is silent
-
-        side_thread.begin(look, "rally-stacks")  # else this node is silent
+        self._answer_with(
+            asked, lambda: {"processes": own(), "ended": ended, "moving": moves}, "rally-stacks"
+        )
 
     def _answer_logs(self, asked: NodeAsked, ready: RoundReady | None, folder: Path | None) -> None:
         if self._log_readers is None:
@@ -182,17 +206,24 @@ class JobQuestions:
 
             self._log_readers = LogReaders()
         readers, node_rank = self._log_readers, -1 if ready is None else ready.node_rank
+        self._answer_with(
+            asked, lambda: readers.answer(folder, asked.question, node_rank), "rally-logs"
+        )
 
-        def look() -> None:
-            told = readers.answer(folder, asked.question, node_rank)
-            if told is None:
-                return  # who asked has given up
+    def _answer_with(
+        self, asked: NodeAsked, find: Callable[[], Mapping[str, Any] | None], thread: str
+    ) -> None:
+        """Find the answer, and give it, in a thread of its own. None: who asked has given up."""
+
+        def answer() -> None:
             try:
-                self._coordination.answer(asked, told)
+                found = find()
+                if found is not None:
+                    self._coordination.answer(asked, found)
             except (RallyError, OSError, ValueError):
-                pass  # as above
+                pass  # the store is gone; who asked is told that this node is silent
 
-        side_thread.begin(look, "rally-logs")  # as above
+        side_thread.begin(answer, thread)  # else this node is silent
 
     def _own(
         self, question: Mapping[str, Any], workers: Sequence[Worker]
@@ -330,5 +361,8 @@ def _number(value: object) -> float:
 
 
 def _ranks(question: Mapping[str, Any]) -> list[int]:
-    ranks = question.get("ranks")
-    return [each for each in ranks if isinstance(each, int)] if isinstance(ranks, list) else []
+    return _numbers(question.get("ranks"))
+
+
+def _numbers(value: object) -> list[int]:
+    return [each for each in value if isinstance(each, int)] if isinstance(value, list) else []

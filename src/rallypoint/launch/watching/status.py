@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rallypoint._core.rank_words import in_words
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Worker
@@ -26,7 +27,8 @@ def status(
         state: of the policy.
         ready: the round, if there was one.
         workers: of the current generation on this node.
-        facts: ``pid``, ``host``, ``user``, ``seconds`` since the job began, ``log_folder``, ``is_ready``.
+        facts: ``pid``, ``host``, ``seconds`` since the job began, ``log_folder``, ``is_ready``, ``hang`` (None, or the ranks that are
+            ``missing`` and those that are ``waiting``), ``arrived``: how many nodes have come to the round that is about to form, if known.
     """
     nodes = len(ready.workers_of_nodes) if ready is not None else 0
     own = [_worker(each) for each in workers]
@@ -36,7 +38,7 @@ def status(
         "id": config.rendezvous.run_id,
         "target": config.job.name,
         "args": list(config.job.args)[:100],
-        "state": _state(state, ready, is_ready=bool(facts["is_ready"])),
+        "state": _state(config, state, ready, facts),
         "min_nodes": config.min_nodes or config.num_nodes,
         "max_nodes": config.num_nodes,
         "nodes": nodes,
@@ -51,18 +53,27 @@ def status(
     }
 
 
-def _state(state: State, ready: RoundReady | None, *, is_ready: bool) -> str:
+def _state(
+    config: LaunchConfig, state: State, ready: RoundReady | None, facts: Mapping[str, Any]
+) -> str:
     match state.phase:
         case Phase.JOINING if state.num_nodes > 1:
-            return "waiting for other nodes"
+            arrived, least = facts["arrived"], config.min_nodes or config.num_nodes
+            if not arrived:
+                return "waiting for other nodes"
+            return (
+                f"waiting for nodes, {arrived} of {least if arrived < least else config.num_nodes}"
+            )
         case Phase.JOINING:
             return "starting" if ready is None else "restarting"
         case Phase.REJOINING:
             return "a node is lost: its workers wait while the nodes meet again"
-        case Phase.RUNNING if not is_ready:
+        case Phase.RUNNING if not facts["is_ready"]:
             return "starting"
         case Phase.RUNNING if state.arriving:
             return "replacing a lost worker"
+        case Phase.RUNNING if (hang := facts["hang"]) is not None:
+            return f"HANGING: {in_words(hang['missing'])}" if hang["missing"] else "HANGING"
         case Phase.RUNNING:
             return "running"
         case Phase.LISTENING:
