@@ -258,8 +258,8 @@ def _is_dead(path: Path) -> bool:
         line.settimeout(1.0)
         try:
             line.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            return True
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True  # the second: it has ended, or somebody else has just removed its socket
         except OSError:
             return False
         return False

@@ -62,7 +62,7 @@ def _here() -> list[job_table.Row]:
         if isinstance(told, ControlError):
             rows.append(job_table.Row(sockets.safe_id(job.path), job.pid, _reason(told)))
             continue
-        if told["node_rank"] and told["state"] == "running" and not patience.expired():
+        if told.get("node_rank") and told["state"] == "running" and not patience.expired():
             with contextlib.suppress(ControlError):
                 told = _with_hang(told, job.nodes([0], patience=patience.remaining() or 0.0)[0])
         rows.append(job_table.Row(str(told["id"]), job.pid, told))
@@ -73,7 +73,7 @@ def _of_one(job: client.RunningJob) -> list[job_table.Row]:
     """One job, on all its nodes."""
     own = job.status()
     name = str(own["id"])
-    if own["nodes"] < 2:
+    if own.get("nodes", 1) < 2:  # another version may say less
         return [job_table.Row(name, job.pid, own)]
     try:
         nodes = job.nodes()
