@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import gc
 import json
+import re
+import signal
 import sys
 import threading
 import time
@@ -629,6 +631,24 @@ def test_a_call_whose_time_is_up_says_so_in_torchs_words_and_names_callee_and_fu
             assert "nap" in text or "doze" in text
 
     trio.on(0, case)
+
+
+def test_a_call_whose_time_is_up_before_it_is_connected_names_its_function_and_leaves_nothing(trio):
+    def case():
+        for make_it in (
+            lambda: rpc.rpc_sync("w1", nap, (0.3,), timeout=0.05),
+            lambda: rpc.rpc_async("w1", nap, (0.3,), timeout=0.05).wait(),
+            lambda: rpc.rpc_stream("w1", range, (3,), timeout=0.05),
+        ):
+            with pytest.raises(rpc.RpcTimeout) as caught:
+                make_it()
+            assert re.search(r"(nap|range), waiting for a connection to 'w1'", str(caught.value))
+
+    trio.signal(1, signal.SIGSTOP)
+    try:
+        trio.on(0, case)
+    finally:
+        trio.signal(1, signal.SIGCONT)
 
 
 def test_a_call_without_limit_outlasts_the_default(trio):

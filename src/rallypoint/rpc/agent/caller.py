@@ -10,7 +10,7 @@ from typing import Any
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, RpcError, RpcTimeout
 from rallypoint.rpc.autograd.transfer import recorder
-from rallypoint.rpc.connections.calls import Call
+from rallypoint.rpc.connections.calls import Call, describe
 from rallypoint.rpc.connections.completions import complete_by
 from rallypoint.rpc.connections.connections import Connections
 from rallypoint.rpc.connections.messages import (
@@ -51,6 +51,11 @@ _REMOTE_CONNECT_SECONDS = 0.2
 _CROWD = 4
 
 _set_result = NativeFuture.set_result
+
+
+def _unconnected(error: RpcTimeout, what: Any) -> RpcTimeout:
+    """The error of a call whose time was up while it waited for a connection."""
+    return RpcTimeout(error.seconds, f"{describe(what)}, {error.what}")
 
 
 def _wait_for(call: Call, outgoing: Outgoing) -> None:
@@ -137,7 +142,10 @@ class Caller:
     ) -> tuple[Call, Outgoing]:
         """Send a call. This thread must then :meth:`finish` it, and reads the answer: nobody else has to wake up."""
         deadline, seconds = self.deadline(timeout)
-        outgoing = self.route(to, deadline, seconds)
+        try:
+            outgoing = self.route(to, deadline, seconds)
+        except RpcTimeout as error:
+            raise _unconnected(error, what) from error.__cause__
         call = Call(what, deadline, seconds)
         payload, tensors, flags = self._pickle(kind, content, outgoing, flags, call)
         self._dispatch(outgoing, kind, call, payload, tensors, flags)
@@ -184,9 +192,10 @@ class Caller:
                 until = max(until, time.monotonic() + _REMOTE_CONNECT_SECONDS)
             outgoing = self.route(to, until, seconds)
         except (PeerLost, RpcTimeout) as error:
-            made.fail(error)
+            told = _unconnected(error, what) if isinstance(error, RpcTimeout) else error
+            made.fail(told)
             if lost is not None:
-                lost(error)
+                lost(told)
             return made
 
         call.future = made
@@ -259,7 +268,10 @@ class Caller:
     ) -> RpcStream[Any]:
         """Call a generator function, and return a stream of its items."""
         deadline, seconds = self.deadline(timeout)
-        outgoing = self.route(to, deadline, seconds)
+        try:
+            outgoing = self.route(to, deadline, seconds)
+        except RpcTimeout as error:
+            raise _unconnected(error, what) from error.__cause__
         call = Call(what, deadline, seconds)
         stream: ItemChannel[Any] = ItemChannel(lambda frame: self.read(frame, outgoing), window)
         call.on_item = stream.on_item

@@ -183,12 +183,11 @@ class Connections:
                     finally:
                         gate.release()
                 if until is not None and until <= time.monotonic():
-                    raise RpcTimeout(seconds, f"a connection to {member.name!r}{why}")
+                    raise RpcTimeout(seconds, f"{_waiting_for(member)}{why}")
         except PeerLost as error:
             if until is not None and until <= time.monotonic():
-                raise RpcTimeout(
-                    seconds, f"a connection to {member.name!r}: {error.reason}"
-                ) from error
+                late = f"{_waiting_for(member)}: {error.reason}"
+                raise RpcTimeout(seconds, late) from error
             raise
 
     def _connect_first(self, member: Member, limit: float) -> Outgoing:
@@ -500,3 +499,7 @@ class _Replies:
                 return
         if mask & ~WRITE:
             outgoing.read_now(lambda calls: complete_soon(calls, jobs))
+
+
+def _waiting_for(member: Member) -> str:
+    return f"waiting for a connection to {member.name!r}"
