@@ -25,6 +25,7 @@ from rallypoint.rendezvous.home import ENDED_WELL
 from . import policy, signals
 from .config import LaunchConfig, OnHang, TargetKind
 from .coordination.interface import (
+    Advice,
     Coordination,
     CoordinationFailed,
     NodeAsked,
@@ -52,6 +53,7 @@ from .supervision.causes import Causes
 from .supervision.event_loop import EventLoop
 from .supervision.host_troubles import HostTroubles
 from .supervision.hung_workers import HungWorkers
+from .supervision.import_news import ImportNews
 from .supervision.job_end import JobEnd, Outcome
 from .supervision.kept_workers import KeptWorkers
 from .supervision.observation import Observation
@@ -139,6 +141,7 @@ class Supervisor:
         self._hung: HungWorkers
         self._spawner: Spawner
         self._replacements: Replacements
+        self._imports: ImportNews
         self._peer_news: PeerNews
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._observation = Observation(
@@ -218,6 +221,7 @@ class Supervisor:
             on_gone=self._fail_without_server,
             on_swept=self._swept,
         )
+        self._imports = ImportNews(config, loop, now, self._coordination, self._server.channel)
         ask = self._requests.ask
         self._signals = WorkerSignals(config, loop, now, self._requests, self._kept, say)
         self._shared_stop = SharedStop(
@@ -335,7 +339,7 @@ class Supervisor:
     def _listen_to(self, worker: Worker) -> None:
         open_still = worker.listen()
         for told in worker.take_imports():
-            self._server.channel.send({"do": "learn", **told})
+            self._imports.note(told)
         for record in worker.take_records():
             self._hear_worker(worker, record)
         if worker.steps_fd is not None:
@@ -579,6 +583,7 @@ class Supervisor:
             match event:
                 case RoundReady():
                     self._now.round = event
+                    self._imports.note_round()
                     self._decide(
                         policy.RoundFormed(
                             event.workers_of_nodes[event.node_rank],
@@ -596,6 +601,8 @@ class Supervisor:
                     self._serve_job_store(event)
                 case PeerEvent():
                     self._peer_news.hear(event)
+                case Advice():
+                    self._imports.heed(event)
                 case NodeAsked():
                     self._observation.answer_node(event)
                 case NotNeeded():

@@ -49,6 +49,10 @@ Say = Callable[[str], None]
 WAITING_PATIENCE = 2.0
 
 
+# The record in which members tell nodes that wait what they may do meanwhile.
+ADVICE = "advice"
+
+
 def _ignore(_: object) -> None:
     pass
 
@@ -67,12 +71,14 @@ class Listener:
         on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room. Repeated
             once in a lease.
         on_left_out: a round has formed without this node; ``next_rendezvous`` waits for a later one.
+        on_advice: while this node waits to be admitted: what members have written for those who do (:data:`ADVICE`), if it has changed.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
     on_store_lost: Callable[[RendezvousConnectionError], None] = _ignore
     on_waiting: Callable[[int], None] = _ignore
     on_left_out: Callable[[], None] = _ignore_nothing
+    on_advice: Callable[[Mapping[str, Any]], None] = _ignore
 
 
 class StoreFor(Protocol):
@@ -141,6 +147,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._store_for = store_for
         self._facts: Mapping[str, Any] = {}
         self._arrived: int | None = None
+        self._advice: Mapping[str, Any] | None = None
         self._stop = threading.Event()
         self._departures = Departures()
         self._standing = standing = Standing(
@@ -524,8 +531,16 @@ class DynamicRendezvous(RendezvousHandler):
             if answer is not None:
                 return answer
             self._guestbook.look(records.store)
+            if key.endswith("/call"):
+                self._look_for_advice(records)
             if left <= LOOK_EVERY:
                 return None
+
+    def _look_for_advice(self, records: RecordStore) -> None:
+        (advice,) = records.look([ADVICE])
+        if advice is not None and advice != self._advice:
+            self._advice = advice
+            self._listener.on_advice(advice)
 
     def _note_plan(self, key: str, body: Mapping[str, Any] | None) -> None:
         """Remember the latest plan."""

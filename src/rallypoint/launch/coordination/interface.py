@@ -124,6 +124,13 @@ class NodeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """While this node waits to take part: what members advise (:meth:`Coordination.advise`). It may have any form."""
+
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class NotNeeded:
     """The job succeeded while this node waited to take part."""
 
@@ -150,7 +157,9 @@ class ServeStore:
     line: socket.socket
 
 
-CoordinationEvent = RoundReady | PeerEvent | NodeAsked | NotNeeded | CoordinationFailed | ServeStore
+CoordinationEvent = (
+    RoundReady | PeerEvent | NodeAsked | Advice | NotNeeded | CoordinationFailed | ServeStore
+)
 
 
 class Coordination(Protocol):
@@ -197,6 +206,13 @@ class Coordination(Protocol):
 
         Args:
             progress: rank -> group -> collectives that it has begun since the meeting.
+        """
+
+    def advise(self, body: Mapping[str, Any]) -> None:
+        """Write down what nodes that wait to take part may do meanwhile: each gets :class:`Advice`. The last one counts.
+
+        Args:
+            body: JSON values.
         """
 
     def ask_nodes(
@@ -278,6 +294,9 @@ class LoneNode:
     def tell_standstill(
         self, generation: int, meeting: int, progress: Mapping[int, Mapping[int, int]]
     ) -> None:
+        pass
+
+    def advise(self, body: Mapping[str, Any]) -> None:
         pass
 
     def ask_nodes(

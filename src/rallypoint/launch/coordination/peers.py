@@ -14,6 +14,7 @@ supervisor. Clocks of two hosts are never compared.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -38,7 +39,7 @@ from rallypoint.launch.output.failure import (
 from rallypoint.launch.server.job_store import hosting
 from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.api import RendezvousInfo
-from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
+from rallypoint.rendezvous.dynamic import ADVICE, DynamicRendezvous, Listener
 from rallypoint.rendezvous.home import ENDED_WELL, STOPPED
 from rallypoint.rendezvous.kept_round import Kept
 from rallypoint.rendezvous.liveness import Loss
@@ -46,6 +47,7 @@ from rallypoint.rendezvous.record_store import RecordStore
 
 from . import network, step_tables, tally
 from .interface import (
+    Advice,
     CoordinationEvent,
     CoordinationFailed,
     NodeAsked,
@@ -126,6 +128,7 @@ class PeerNodes:
                 on_store_lost=self._heed_store_lost,
                 on_waiting=self._heed_waiting,
                 on_left_out=self._heed_left_out,
+                on_advice=lambda body: self._post(Advice(body)),
             )
             # Raises at once if the port is in use.
             prepare = hosting(lambda *both: self._post(ServeStore(*both)))
@@ -169,6 +172,13 @@ class PeerNodes:
     ) -> None:
         more = {"meeting": meeting, "progress": step_tables.to_json(progress)}
         self._requests.put(lambda: self._append("standstill", generation, **more))
+
+    def advise(self, body: Mapping[str, Any]) -> None:
+        def write() -> None:
+            with contextlib.suppress(ValueError):  # more than a record may hold
+                self._records().write(ADVICE, body)
+
+        self._requests.put(write)
 
     def ask_nodes(
         self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None

@@ -27,6 +27,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, TypeGuard
 
 from rallypoint.launch.torch_private import LEARNABLE
 
@@ -37,12 +38,50 @@ KNOWN_NATIVE = frozenset(
 )
 
 
+# Reports that nodes tell each other.
+MOST_REPORTS = 100
+
+
 def package_of(module: str) -> str | None:
     """The package in :data:`LEARNABLE` that a module is, or is part of; else None."""
     for package in LEARNABLE:
         if module == package or module.startswith(f"{package}."):
             return package
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A worker has imported a package.
+
+    Args:
+        package: or a module of it.
+        changed: environment variables that were different from the fork server's then.
+        paths: folders that the worker had put first on ``sys.path``.
+    """
+
+    package: str
+    changed: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"package": self.package, "changed": [*self.changed], "paths": [*self.paths]}
+
+
+def reports_in(told: object) -> list[Report]:
+    """The reports in what another node has told; what is no report of a package in :data:`LEARNABLE` is left out."""
+    found = []
+    for each in told[:MOST_REPORTS] if isinstance(told, list) else ():
+        if not isinstance(each, dict) or not isinstance(each.get("package"), str):
+            continue
+        changed, paths = each.get("changed"), each.get("paths")
+        if package_of(each["package"]) and _are_texts(changed) and _are_texts(paths):
+            found.append(Report(each["package"], tuple(changed), tuple(paths)))
+    return found
+
+
+def _are_texts(told: object) -> TypeGuard[list[str]]:
+    return isinstance(told, list) and all(isinstance(each, str) for each in told)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
