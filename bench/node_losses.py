@@ -4,8 +4,8 @@
     python bench/node_losses.py --output bench/results/node_losses.json
 
 Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a fifth one that waits. A
-supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host takes its place, and the lost one
-is started again and waits. Time is counted until the last survivor has completed a step that it had not begun: from the instant at
+supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host, which has waited for a while,
+takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed a step that it had not begun: from the instant at
 which the first supervisor reports the loss (``known``), and from the fault itself. See bench/README.md.
 """
 
@@ -119,7 +119,8 @@ def known_at(events: Path, since: float) -> float | None:
     found = [
         each["monotonic"]
         for each in told
-        if each["kind"] in ("node_lost", "store_lost") and each["monotonic"] > since
+        if each["monotonic"] > since
+        and (each["kind"] in ("node_lost", "store_lost") or each.get("what") == "lost")
     ]
     return min(found, default=None)
 
@@ -176,7 +177,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, dict[s
             for number in range(options.losses * len(KINDS)):
                 kind = KINDS[number % len(KINDS)]
                 progress.step(kind)
-                time.sleep(rng.uniform(1.0, 2.0))
+                time.sleep(options.waits + rng.uniform(0.0, 1.0))
                 known, fault, kept = lose(kind, hosts, board, events)
                 if known is not None:
                     from_known[kind].append(known)
@@ -202,6 +203,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--losses", type=int, default=10, help="of each kind (10)")
+    parser.add_argument(
+        "--waits", type=float, default=15.0, help="seconds that the fifth host waits, at least (15)"
+    )
     parser.add_argument("--seed", type=int, default=7, help="of instants and victims (7)")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -235,6 +239,7 @@ def main() -> int:
         "benchmark": "node_losses",
         "machine": machine(),
         "lease_s": LEASE,
+        "waits_s": options.waits,
         **found,
         "targets": targets,
     }

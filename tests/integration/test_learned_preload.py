@@ -8,9 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from pace import pace
+from ports import free_port
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -98,3 +103,55 @@ def test_what_reads_a_variable_that_the_script_sets_is_not_preloaded(tmp_path: P
     assert "torch._dynamo: the import reads TORCHDYNAMO_VERBOSE, which workers set" in said
     assert [each["had"] for each in second] == [False, False]
     assert [each["verbose"] for each in (*first, *second)] == [True] * 4
+
+
+ON_NODES = """
+import json, os, sys, time
+import torch
+had = "torch._dynamo" in sys.modules
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.optim.Adam(torch.nn.Linear(4, 4).parameters())
+open(f"had.{os.environ['NODE']}.{had}", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.05)
+"""
+
+
+def test_a_node_that_waits_has_imported_what_the_others_did(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_NODES)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nnodes", "2:2", "--max-restarts", "1"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--insecure", "train.py"]
+    logs = [tmp_path / f"log{node}" for node in range(3)]
+    nodes = []
+
+    def start() -> None:
+        number = len(nodes)
+        env = {**os.environ, "LOGLEVEL": "INFO", "NODE": str(number)}
+        with logs[number].open("wb") as log:
+            nodes.append(subprocess.Popen(words, cwd=tmp_path, env=env, stdout=log, stderr=log))
+
+    def wait_for(condition: Callable[[], object], what: str) -> None:
+        until = time.monotonic() + 60 * pace()
+        while not condition():
+            assert time.monotonic() < until, (what, [log.read_text() for log in logs[: len(nodes)]])
+            time.sleep(0.05)
+
+    try:
+        for _ in range(2):
+            start()
+        wait_for(lambda: len(list(tmp_path.glob("had.*.False"))) == 2, "both have begun")
+        start()
+        wait_for(lambda: "waiting as a spare" in logs[2].read_text(), "the third one waits")
+        ready = "preloaded for restarted workers: torch._dynamo"
+        wait_for(lambda: ready in logs[2].read_text(), "it has imported what the others did")
+        lost = next(n for n in (0, 1) if "serves" not in logs[n].read_text())
+        nodes[lost].kill()
+        wait_for(lambda: list(tmp_path.glob("had.2.*")), "it takes part")
+        assert [each.name for each in tmp_path.glob("had.2.*")] == ["had.2.True"]
+    finally:
+        (tmp_path / "end").touch()
+        for each in nodes:
+            each.terminate()
+        for each in nodes:
+            each.wait(60)

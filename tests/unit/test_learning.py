@@ -11,11 +11,14 @@ from hypothesis import given, strategies as st
 from rallypoint._core import env as environment
 from rallypoint.launch.server.learning import (
     LEARNABLE,
+    MOST_REPORTS,
     Learned,
     Observation,
+    Report,
     is_installed,
     objection,
     package_of,
+    reports_in,
     unknown_library,
 )
 from rallypoint.launch.server.template import from_json, to_json
@@ -54,6 +57,34 @@ def test_only_parts_of_torch_are_learned(module: str, package: str | None) -> No
     assert package_of(module) == package
     wanted = Learned().reported(module, []).wanted()
     assert wanted == (() if package is None else (package,))
+
+
+REPORT = Report(DYNAMO, ("RANK", "HOME"), ("/mine",))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([DYNAMO, "os", "HOME"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["package", "changed", "paths"]), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+def test_what_other_nodes_have_learned_comes_back() -> None:
+    assert reports_in([REPORT.to_json(), 3, {}]) == [REPORT]
+    assert len(reports_in([REPORT.to_json()] * 2 * MOST_REPORTS)) == MOST_REPORTS
+
+
+@given(st.lists(JSON) | JSON)
+def test_what_another_node_tells_leads_to_no_other_import(told: object) -> None:
+    for each in reports_in(told):
+        assert package_of(each.package) is not None
+        assert all(isinstance(text, str) for text in (*each.changed, *each.paths))
+
+
+@pytest.mark.parametrize("package", ["os", "antigravity", "mine.torch._dynamo", ""])
+def test_a_package_that_is_no_part_of_torch_is_left_out(package: str) -> None:
+    assert reports_in([{**REPORT.to_json(), "package": package}]) == []
 
 
 @pytest.mark.parametrize(
