@@ -5,7 +5,7 @@
 
 Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a fifth one that waits. A
 supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host, which has waited for a while,
-takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed a step that it had not begun: from the instant at
+takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed its first step after the recovery: from the instant at
 which the first supervisor reports the loss (``known``), and from the fault itself. See bench/README.md.
 """
 
@@ -113,6 +113,16 @@ def until(condition: Any, what: str) -> None:
         time.sleep(0.001)  # a bench may poll what it measures
 
 
+def recovered_at(events: Path, since: float) -> float:
+    """When the first workers had met again."""
+    told = map(json.loads, events.read_text().splitlines())
+    return min(
+        each["monotonic"]
+        for each in told
+        if each["kind"] == "session_recovered" and each["monotonic"] > since
+    )
+
+
 def known_at(events: Path, since: float) -> float | None:
     """When the first supervisor knew of a loss."""
     told = map(json.loads, events.read_text().splitlines())
@@ -136,23 +146,24 @@ def lose(kind: str, hosts: Hosts, board: Board, events: Path) -> tuple[float | N
     before = board.lines()
     others = [rank for rank in range(RANKS) if before[rank][0] not in theirs]
     assert len(others) == RANKS - RANKS // HOSTS, (before, theirs)
-    done: dict[int, float] = {}
+    stepped_at: dict[int, list[float]] = {rank: [] for rank in others}
     at = time.monotonic()
     hosts.strike(kind, host)
 
     def back() -> bool:
         lines = board.lines()
-        # A step that was completed with the lost ranks' gradients is none after the loss.
-        for rank in others:
-            _, steps, last = lines[rank]
-            if last > at and steps > before[rank][1] + 1:
-                done.setdefault(rank, last)
-        return len(done) == len(others)
+        for rank, times in stepped_at.items():
+            last = lines[rank][2]
+            if last > at and last not in times:
+                times.append(last)
+        return all(lines[rank][1] > before[rank][1] + 1 for rank in others)
 
     until(back, f"{kind}: survivors step again")
     until(lambda: all(last > at for _, _, last in board.lines()), f"{kind}: all step")
     after = board.lines()
-    stepped, known = max(done.values()), known_at(events, at)
+    known, recovered = known_at(events, at), recovered_at(events, at)
+    # A step that was completed with the lost ranks' gradients is none after the loss.
+    stepped = max(min(time for time in times if time > recovered) for times in stepped_at.values())
     kept = all(after[rank][0] == before[rank][0] for rank in others)
     hosts.mend(kind, host)
     return None if known is None else stepped - known, stepped - at, kept
