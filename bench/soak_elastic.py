@@ -204,8 +204,14 @@ class Host:
         )
 
     def served(self) -> int:
-        """How many connections its supervisor has at ports where it listens: most are to a store."""
-        return self.connections()[0]
+        """How many connections there are to the job's store on this host; it may be served by a process of its own."""
+        assert self.process is not None
+        found = 0
+        for table in ("tcp", "tcp6"):  # of the host's network namespace
+            for line in Path(f"/proc/{self.process.pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                found += state == "01" and int(local.rpartition(":")[2], 16) == PORT
+        return found
 
     def connections(self) -> tuple[int, int]:
         """Its supervisor's: at ports where it listens, and others."""

@@ -261,6 +261,25 @@ def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None
     finish(cluster, *formed.names)
 
 
+@pytest.mark.netns
+def test_the_store_stays_where_newcomers_look_for_it(cluster: Cluster, hosts: Hosts) -> None:
+    """A node on a host that the endpoint does not name has rank 0. It serves only if no host that is named is left."""
+    endpoint = ",".join(f"{hosts.addr(index)}:{PORT}" for index in (1, 2))
+    flags = words("2:3", "--rdzv-endpoint", endpoint)
+    first = cluster.start("n1", *flags, host=1)
+    wait_until(lambda: hosts.listening(1), "the first host that is named serves")
+    for index in (0, 2):
+        cluster.start(f"n{index}", *flags, host=index)
+    formed = cluster.formed(3)
+    assert formed.names[0] == "n0"
+    first.signal(signal.SIGKILL)
+    formed = cluster.formed(2, after=formed.generation)
+    assert cluster.node("n2").said("serving it here") is not None
+    cluster.start("n3", *flags, host=3)
+    formed = cluster.formed(3, after=formed.generation)
+    finish(cluster, *formed.names)
+
+
 # -- silence --------------------------------------------------------------------------------------
 
 

@@ -119,3 +119,41 @@ def test_a_node_whose_own_store_ends_asks_where_it_was_before() -> None:
         recover()
         assert not home.serves
         assert home._current.port == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("addr", "bind", "listed"),
+    [
+        ("127.0.0.2", None, True),
+        ("127.0.0.1", None, True),
+        ("127.0.0.3", None, False),
+        ("127.0.0.3", "*", True),  # at all addresses, so at those as well
+    ],
+)
+def test_a_standby_says_whether_newcomers_look_for_the_store_at_its_place(
+    addr: str, bind: str | None, *, listed: bool
+) -> None:
+    port = closed_port()
+    home = TcpHome(
+        [("127.0.0.1", port), ("127.0.0.2", port)],
+        silence=5.0,
+        is_host=False,
+        say=lambda _: None,
+        bind=addr if bind is None else bind,
+    )
+    try:
+        told = home.standby(addr)
+        assert told["port"] == port
+        assert told.get("listed", False) == listed
+    finally:
+        home.close()
+
+
+def test_a_standby_at_another_port_is_not_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        hosts = [taken.getsockname()]
+        home = TcpHome(hosts, silence=5.0, is_host=False, say=lambda _: None, bind="127.0.0.1")
+        try:
+            assert "listed" not in home.standby("127.0.0.1")
+        finally:
+            home.close()

@@ -1,6 +1,7 @@
-"""What a round costs the job's restart budget."""
+"""A round's plan: what it costs the job's restart budget, and which nodes are to serve the store if it is lost."""
 
 import pytest
+from hypothesis import given, strategies as st
 
 from rallypoint.rendezvous import plan
 
@@ -38,3 +39,21 @@ def test_what_befell_a_node_before_the_last_round_is_settled():
 
 def test_the_node_that_knows_of_most_restarts_is_right():
     assert plan.restarts([record("", 1), record("", 4), {"facts": "?"}], whole=True) == 4
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=2 * plan.NUM_STANDBYS))
+def test_standbys_are_listed_by_rank_but_first_those_that_newcomers_find(
+    listed: list[bool],
+) -> None:
+    records = {
+        slot: {
+            "id": f"node {slot}",
+            "facts": {"standby": {"addr": "h", "port": 1, **({"listed": True} if each else {})}},
+        }
+        for slot, each in enumerate(listed)
+    }
+    made = plan.make("by", 0, list(records), [], records)
+    head = range(min(len(listed), plan.NUM_STANDBYS))
+    expected = [rank for rank in head if listed[rank]] + [rank for rank in head if not listed[rank]]
+    assert [each["rank"] for each in made["standbys"]] == expected
+    assert [each["id"] for each in made["standbys"]] == [f"node {rank}" for rank in expected]

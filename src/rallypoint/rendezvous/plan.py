@@ -13,7 +13,7 @@ from .quorum import Arrival
 from .records import MAX_DEPTH, is_deep
 
 
-# How many nodes at the head of a plan say where they could serve the store.
+# How many nodes at the head of a plan say where they could serve the store. The first that lives does.
 NUM_STANDBYS = 16
 # Characters of a plan for each node's id: it is read by thousands, and only has to differ from old ones.
 _DIGEST = 8
@@ -34,6 +34,11 @@ def make(
     facts = [fields.facts_in(records[slot]) for slot in order]
     workers = [fields.number(each.get("workers", 1)) for each in facts]
     kept = kept_round.decide([records[slot] for slot in order], workers)
+    # By rank, but first those at whose place a newcomer looks for the store: else it would not find the job.
+    standbys = sorted(
+        enumerate(order[:NUM_STANDBYS]),
+        key=lambda each: _standby(records[each[1]]).get("listed") is not True,
+    )
     return {
         **({} if kept is None else {"kept": kept.to_json()}),
         "by": by,
@@ -53,7 +58,7 @@ def make(
         "workers": [[count, len(list(run))] for count, run in itertools.groupby(workers)],
         "standbys": [
             {"rank": rank, "id": records[slot].get("id"), **_standby(records[slot])}
-            for rank, slot in enumerate(order[:NUM_STANDBYS])
+            for rank, slot in standbys
         ],
     }
 

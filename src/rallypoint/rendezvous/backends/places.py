@@ -1,7 +1,7 @@
 """Where nodes go when their store is lost, decided from the answer of each place. Pure.
 
-The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan
-by rank (:func:`others`). The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes
+The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan, as it lists them
+(:func:`others`). The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes
 arrive at the same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint,
 after all others: if all members have ended, the nodes that waited meet there again.
 
@@ -66,7 +66,7 @@ def others(
     Args:
         old: where the store was.
         host_id: the node that served it; empty if that is not known.
-        standbys: of the last plan, by rank.
+        standbys: of the last plan, in its order.
         hosts: of the endpoint.
         own: this node's id.
         may_serve: False: what served the store here was lost, and the others do not count on this node.

@@ -113,6 +113,7 @@ class TcpHome:
         self._server: _Served | None = None
         self._left: list[_Served] = []  # served here, and empty but for a note of where the job is
         self._standby: socket.socket | None = None
+        self._is_listed = False  # whether the standby is at a place of the endpoint
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the same for others, once it has moved
         # A note has led here since this plan was made: who serves at the current place is not what it says.
@@ -292,15 +293,29 @@ class TcpHome:
                 try:
                     to = addresses.listening_address(self._bind, addr)
                     self._standby = addresses.bind_only(to, port)
+                    self._is_listed = self._are_newcomers_to_find(to, self._standby)
                     break
                 except OSError:
                     continue
         if self._standby is None:
             return {}
         told: dict[str, Any] = {"addr": addr, "port": self._standby.getsockname()[1]}
+        if self._is_listed:
+            told["listed"] = True
         if self._server is not None:
             told["serves_at"] = self._server.port
         return told
+
+    def _are_newcomers_to_find(self, to: str | None, kept: socket.socket) -> bool:
+        """Whether a store that is served here is at a place of the endpoint.
+
+        Args:
+            to: the address at which this node would listen; None: all.
+            kept: has the port.
+        """
+        port = kept.getsockname()[1]
+        here = [addresses.own_address(host) for host, its in self._hosts if its == port]
+        return any(each is not None and to in (None, each) for each in here)
 
     def recover(
         self,
