@@ -102,6 +102,9 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     assert {rank: told and told["node_rank"] for rank, told in nodes.items()} == {0: 0, 1: 1, 2: 2}
     assert list(connect(str(last.pid)).nodes([1, 77])) == [1]
 
+    start()
+    wait_for(lambda: any("waiting to be admitted" in row for row in rows()), "a fourth one waits")
+
     (tmp_path / "hangs").unlink()
     wait_for(lambda: sum(" running " in row for row in rows()) == NODES, "it goes on")
 

@@ -395,7 +395,8 @@ class DynamicRendezvous(RendezvousHandler):
 
     @property
     def arrived(self) -> int | None:
-        """How many nodes have come to the round that is about to form, as far as this one knows; None: nothing is known yet."""
+        """How many nodes have come to the round that is about to form, as far as this one knows; 0: it waits to be admitted to one;
+        None: nothing is known yet."""
         return self._arrived
 
     @property
@@ -481,6 +482,8 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Claim(key, body):
                 return records.claim(key, body)
             case operations.Increment(key):
+                if key.endswith("/waiting"):
+                    self._arrived = 0
                 return self._note_count(key, records.increment(key))
             case operations.Write(key, body):
                 return records.write(key, body)

@@ -175,7 +175,8 @@ class Coordination(Protocol):
 
     @property
     def arrived(self) -> int | None:
-        """How many nodes have come to the round that is about to form, as far as this one knows; None: nothing is known yet."""
+        """How many nodes have come to the round that is about to form, as far as this one knows; 0: it waits to be admitted to one;
+        None: nothing is known yet."""
 
     def fileno(self) -> int:
         """A descriptor that is readable while :meth:`take` has events."""

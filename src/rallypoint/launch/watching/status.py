@@ -28,7 +28,7 @@ def status(
         ready: the round, if there was one.
         workers: of the current generation on this node.
         facts: ``pid``, ``host``, ``seconds`` since the job began, ``log_folder``, ``is_ready``, ``hang`` (None, or the ranks that are
-            ``missing`` and those that are ``waiting``), ``arrived``: how many nodes have come to the round that is about to form, if known.
+            ``missing`` and those that are ``waiting``), ``arrived``: :attr:`.Coordination.arrived`.
     """
     nodes = len(ready.workers_of_nodes) if ready is not None else 0
     own = [_worker(each) for each in workers]
@@ -58,12 +58,7 @@ def _state(
 ) -> str:
     match state.phase:
         case Phase.JOINING if state.num_nodes > 1:
-            arrived, least = facts["arrived"], config.min_nodes or config.num_nodes
-            if not arrived:
-                return "waiting for other nodes"
-            return (
-                f"waiting for nodes, {arrived} of {least if arrived < least else config.num_nodes}"
-            )
+            return _waiting_for_nodes(config, facts["arrived"])
         case Phase.JOINING:
             return "starting" if ready is None else "restarting"
         case Phase.REJOINING:
@@ -84,6 +79,16 @@ def _state(
             return "its workers have ended well; waiting for other nodes"
         case _:
             return "ending"
+
+
+def _waiting_for_nodes(config: LaunchConfig, arrived: int | None) -> str:
+    if arrived is None:
+        return "waiting for other nodes"
+    if not arrived:
+        return "waiting to be admitted"
+    least, most = config.min_nodes or config.num_nodes, config.num_nodes
+    # One that has ended and come back has come twice.
+    return f"waiting for nodes, {min(arrived, most)} of {least if arrived < least else most}"
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
