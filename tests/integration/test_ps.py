@@ -27,15 +27,13 @@ import os, time
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 2:
-    while os.path.exists(os.environ["HANGS_WHILE"]):
-        time.sleep(0.1)
-dist.all_reduce(torch.ones(1))
-while not os.path.exists(os.environ["GOES_ON_UNTIL"]):
+while True:
     for _ in range(20):
         dist.all_reduce(torch.ones(100_000))
     time.sleep(0.05)
+    if dist.get_rank() == 2:
+        while os.path.exists(os.environ["HANGS_WHILE"]):
+            time.sleep(0.1)
 """
 
 
@@ -62,10 +60,9 @@ def wait_for(look: Callable[[], Any], what: str) -> None:
 def start(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
-    (tmp_path / "hangs").touch()
     words = [RALLY, "run", "--nnodes", str(NODES), "--rdzv-id", name(), "--insecure"]
-    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--hang-after", "2", str(script)]
-    ends = {"HANGS_WHILE": str(tmp_path / "hangs"), "GOES_ON_UNTIL": str(tmp_path / "end")}
+    words += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--hang-after", "4", str(script)]
+    ends = {"HANGS_WHILE": str(tmp_path / "hangs")}
     jobs: list[subprocess.Popen[bytes]] = []
 
     def begin() -> subprocess.Popen[bytes]:
@@ -88,6 +85,9 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     wait_for(lambda: sum(waits in row for row in rows()) == 2, "both wait for the third")
 
     last = start()
+    running = " running "
+    wait_for(lambda: sum(running in row for row in rows()) == NODES, "all take part")
+    (tmp_path / "hangs").touch()
     # Each node says it, although only node 0 looks for hangs.
     hangs = "HANGING: rank 2"
     wait_for(lambda: sum(hangs in row for row in rows()) == NODES, "the hang is told")
@@ -106,7 +106,7 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     wait_for(lambda: any("waiting to be admitted" in row for row in rows()), "a fourth one waits")
 
     (tmp_path / "hangs").unlink()
-    wait_for(lambda: sum(" running " in row for row in rows()) == NODES, "it goes on")
+    wait_for(lambda: sum(running in row for row in rows()) == NODES, "it goes on")
 
     mute = next(rank for rank, told in nodes.items() if told and told["pid"] == last.pid)
     other = next(told["pid"] for told in nodes.values() if told and told["pid"] != last.pid)

@@ -30,7 +30,7 @@ With JOB (its id, the beginning of it, or the supervisor's pid), list that one o
   --json    one JSON object per row, with its workers; keys in docs/operations.md"""
 
 # Seconds that node 0 of a job may take to say whether it hangs, and that a list may wait for such answers in all.
-STATE_PATIENCE = 1.0
+STATE_PATIENCE, ALL_PATIENCE = 1.0, 4.0
 
 
 def command(words: Sequence[str]) -> str:
@@ -57,14 +57,14 @@ def command(words: Sequence[str]) -> str:
 def _here() -> list[job_table.Row]:
     """The jobs of this host."""
     rows = []
-    patience = Deadline(STATE_PATIENCE)
+    patience = Deadline(ALL_PATIENCE)
     for job, told in client.running():
         if isinstance(told, ControlError):
             rows.append(job_table.Row(sockets.safe_id(job.path), job.pid, _reason(told)))
             continue
         if told.get("node_rank") and told["state"] == "running" and not patience.expired():
             with contextlib.suppress(ControlError):
-                told = _with_hang(told, job.nodes([0], patience=patience.remaining() or 0.0)[0])
+                told = _with_hang(told, job.nodes([0], patience=STATE_PATIENCE)[0])
         rows.append(job_table.Row(str(told["id"]), job.pid, told))
     return rows
 
