@@ -314,7 +314,8 @@ class TcpHome:
             kept: has the port.
         """
         port = kept.getsockname()[1]
-        here = [addresses.own_address(host) for host, its in self._hosts if its == port]
+        # One by one: a name behind this host's own may not resolve yet, which takes seconds.
+        here = (addresses.own_address(host) for host, its in self._hosts if its == port)
         return any(each is not None and to in (None, each) for each in here)
 
     def recover(
