@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import threading
@@ -21,6 +22,20 @@ from rallypoint.launch.watching.hang_watch import HangWatch
 
 AFTER = 0.02
 PATIENCE = 30.0
+
+
+def process(rank: int, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """One that waits in torch's code if a call of it is not done."""
+    file = "script.py" if all(each["done"] for each in calls) else "/lib/torch/distributed/c10d.py"
+    frames = [{"file": file, "line": 1, "function": "f"}]
+    return {
+        "rank": rank,
+        "pid": rank,
+        "name": "",
+        "threads": [{"name": "", "frames": frames}],
+        "why": "",
+        "collectives": [{"name": "0", "about": "", "ranks": [0, 1], "calls": calls}],
+    }
 
 
 @pytest.fixture
@@ -218,6 +233,40 @@ def test_a_rank_that_is_seen_in_a_collective_once_does_not_hang(
     else:
         assert len(asked.times) == 2
         assert "rank 0 does not come" in said[0]
+
+
+@pytest.mark.parametrize("silent", [1, 3, math.inf], ids=["once", "longer", "always"])
+def test_the_ranks_that_are_missing_are_told_once_they_are_known(
+    workers: list[Any], silent: float
+) -> None:
+    """A node that is too busy to answer may have them."""
+
+    def look() -> Mapping[str, Any]:
+        heard = len(asked.times) > silent
+        return {
+            "processes": both if heard else both[1:],
+            "ended": [],
+            "unheard": [] if heard else [0],
+            "moving": False,
+        }
+
+    call = {"seq": 1, "op": "all_reduce", "sizes": [[4]], "dtype": "Float", "at": ""}
+    calls = [{**call, "done": done, "seconds": 0.0 if done else 60.0} for done in (True, False)]
+    calls[1]["seq"] = 2
+    both = [process(0, calls[:1]), process(1, calls)]
+    asked = Asked(look)
+    said: list[str] = []
+    hang = HangWatch(AFTER, said.append)
+    deadline = time.monotonic() + PATIENCE
+    while len(asked.times) < 6 and (not said or "rank 0 " not in said[-1]):
+        assert time.monotonic() < deadline
+        hang.look(workers, SimpleNamespace(node_rank=0, generation=0), asked)  # type: ignore[arg-type]
+        time.sleep(hang.interval)
+    assert hang.hang(0) is not None
+    first = [each.partition(" ")[2][:1] for each in said]
+    assert first == (["1"] if silent == math.inf else ["1", "0"])
+    if first[1:]:
+        assert len(asked.times) == silent + 1
 
 
 @pytest.mark.parametrize("lacks", ["threads", "descriptors"])

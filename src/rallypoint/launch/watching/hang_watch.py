@@ -2,7 +2,7 @@
 
 Every supervisor notes what its workers use; that costs them nothing. If those of node 0 have done nothing for a while, its supervisor
 asks the others. If all stand still, it reads the stacks, and says what it found: at once if a collective has been pending for long;
-if only the stacks tell it, once a second look has found the same.
+if only the stacks tell it, once a second look has found the same. If it has not found the ranks that the others wait for, it looks on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class HangWatch:
         world_size = workers[0].ranks.world_size if workers else 0
         if ready.node_rank != 0 or world_size < 2:
             return
-        if (not everybody and not many) or math.isinf(self._quiet_until):
+        if (not everybody and not many) or self._told or math.isinf(self._quiet_until):
             lines = side_thread.duplicates({each.pid: each.stacks_fd for each in alive})
             if lines is not None and not self._begin(partial(self._count, lines)):
                 side_thread.close(lines)
@@ -140,7 +140,9 @@ class HangWatch:
     def _has_moved(self) -> bool:
         """Whether a collective was begun since it was told: steps may need so little CPU that it does not show."""
         moved_at = self._standstill.moved_at
-        return math.isinf(self._quiet_until) and moved_at is not None and moved_at > self._asked_at
+        if moved_at is None or not (self._told or math.isinf(self._quiet_until)):
+            return False
+        return moved_at > self._asked_at
 
     def _needed(self, workers: Iterable[Worker]) -> float:
         """After how many seconds these workers hang."""
@@ -188,7 +190,7 @@ class HangWatch:
             self._look_again()
             return
         if found["moving"]:
-            self._quiet_until = 0.0
+            self._quiet_until, self._told = 0.0, None
             return
         doubtful = self._doubtful
         hang = hang_report.explain(
@@ -201,6 +203,7 @@ class HangWatch:
             by_stacks=by_stacks,
         )
         if hang is None:
+            self._told = None
             self._look_again()
             return
         if not hang.confirms(doubtful):
@@ -211,6 +214,10 @@ class HangWatch:
             else:
                 self._look_again()  # they do go on, and need little CPU
             return
+        if not hang.missing:
+            self._look_again()  # a node too busy to answer may have them
+            if self.hang(generation) is not None:
+                return
         self._say(hang.text)
         self._told = generation, hang
         self._found = generation, hang.text.partition("\n")[0]
