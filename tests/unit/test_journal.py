@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.launch.coordination import node_questions, place_ranges
-from rallypoint.launch.coordination.journal import MAX_AHEAD, Journal
+from rallypoint.launch.coordination.journal import MAX_AHEAD, OUTSIDE, Journal
 from rallypoint.launch.coordination.journal_reader import JournalReader, Round
 from rallypoint.launch.coordination.node_questions import NodeQuestions
 from rallypoint.launch.coordination.place_ranges import PlaceRanges
@@ -201,20 +201,21 @@ def test_questions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 
     thread = threading.Thread(target=answer_all, args=(301,))
     thread.start()
-    assert asks.ask({"n": 0}, 60.0) == {1: {"told": 0}}
-    before = set(store._values)
-    for number in range(1, 301):
+    for number in range(301):
+        if number == 2:
+            before = set(store._values)
         assert asks.ask({"n": number}, 60.0) == {1: {"told": number}}
     thread.join(60)
-    assert set(store._values) == before
+    left, last = set(store._values), before ^ set(store._values)
+    assert {key.rpartition("/")[2] for key in last} == {"1", "300"}, "only the last one stays"
     # Nobody answers, or too late.
     monkeypatch.setattr(node_questions, "OWN_PATIENCE", 0.0)
     for number in range(20):
         assert asks.ask({"n": number}, 0.0) == {1: None}
         answers.answer(f"late-{number}", {})
-    assert len(set(store._values) - before) == node_questions.MAX_ANSWERS
+    assert len(set(store._values) - left) == 1 + node_questions.MAX_ANSWERS
     Journal(_records(store), 0).append({"what": "at last"})
-    assert _read(reader) == ["at last"]
+    assert _read(reader) == ["asked", "at last"]
     for each in (asks, answers):
         each.close()
 
@@ -223,6 +224,7 @@ def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
     """A hole before it would hold it up for a lease, and with it whatever another node tells."""
     store = MemoryStore()
     asks = NodeQuestions(Round(0, 0, 2), lambda: _records(store))
+    assert asks.ask({}, 0.0) == {1: None}
     thread = threading.Thread(target=asks.ask, args=({}, 0.0))
     thread.start()
     reader = Journal(_records(store), 0, 1)
@@ -234,6 +236,21 @@ def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
     thread.join(60)
     assert store.get_many(["rally/job/0/journal/0"]) == [None]
     asks.close()
+
+
+def test_a_question_stays_until_the_next_one() -> None:
+    """A node that was stopped when it was asked comes by it later. Who is no member asks as others do that it does not know."""
+    store = MemoryStore()
+    late = Journal(_records(store), 0, 2)
+    for _ in range(3):
+        asks = NodeQuestions(Round(0, OUTSIDE, 2), lambda: _records(store))
+        assert asks.ask({}, 0.0) == {0: None, 1: None}
+        asks.close()
+        entry = late.next(0.0)
+        while entry is not None and entry["what"] == "nothing":
+            entry = late.next(0.0)
+        assert entry is not None and entry["what"] == "asked"
+    assert len([key for key in store._values if key.endswith(("/0", "/1", "/2"))]) == 1
 
 
 def test_connections_are_kept_from_one_question_to_the_next(

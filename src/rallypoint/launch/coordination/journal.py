@@ -28,6 +28,8 @@ from .place_ranges import PlaceRanges
 
 # Places in a journal; a counter beyond this was not counted by nodes.
 MAX_PLACES: Final = 1 << 48
+# In place of a node's rank: who asks without being a member.
+OUTSIDE: Final = -1
 # At most so many places are read at once.
 MAX_AHEAD: Final = 32
 # What fills a hole.
@@ -75,6 +77,28 @@ class Journal:
         withdrawn.add(place)
         # In this order: who finds the hole must find the reason.
         self._records.write(self._withdrawn_by(node_rank), withdrawn.to_json())
+        self._delete(place)
+
+    def withdraw_from_outside(self, place: int) -> None:
+        """Note an entry of a process that is no member, and remove the one before it, perhaps of another such process.
+
+        Args:
+            place: of the entry.
+        """
+        before: Any = None
+
+        def noted(held: Mapping[str, Any] | None) -> Mapping[str, Any]:
+            nonlocal before
+            withdrawn, before = PlaceRanges.from_json(held), (held or {}).get("last")
+            if type(before) is int:
+                withdrawn.add(before)
+            return {**withdrawn.to_json(), "last": place}
+
+        self._records.improve(self._withdrawn_by(OUTSIDE), noted)
+        if type(before) is int:
+            self._delete(before)
+
+    def _delete(self, place: int) -> None:
         self._records.delete(self._key(str(place)))
 
     def next(self, timeout: float) -> dict[str, Any] | None:
@@ -137,7 +161,8 @@ class Journal:
 
     def _end_of_withdrawn(self, place: int) -> int | None:
         """The place after the withdrawn ones of which this is the first; None: it is none of them."""
-        keys = [self._withdrawn_by(rank) for rank in range(self._num_nodes)]
+        ranks = (OUTSIDE, *range(self._num_nodes))
+        keys = [self._withdrawn_by(rank) for rank in ranks] if self._num_nodes else []
         for body in self._records.look(keys) if keys else ():
             end = PlaceRanges.from_json(body).end_of(place)
             if end is not None:

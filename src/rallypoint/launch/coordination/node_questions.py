@@ -1,7 +1,8 @@
 """What the nodes of a round ask each other about their workers.
 
 A question is an entry of the journal, and each node's answer a record of its own. Both are removed: somebody may ask
-every two seconds for weeks. So are connections kept from one question to the next; each leaves a key of its own in etcd.
+every two seconds for weeks. But a question stays until the next one: a node that comes by a hole waits there for a lease, and reads
+nothing meanwhile. Connections are kept from one question to the next, too; each leaves a key of its own in etcd.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.rendezvous.record_store import RecordStore
 
 from . import node_answers
-from .journal import Journal
+from .journal import OUTSIDE, Journal
 from .journal_reader import Round
 from .place_ranges import PlaceRanges
 
@@ -28,7 +29,7 @@ MAX_ANSWERS = 8
 MAX_AT_ONCE = 64
 # So many connections are kept that nobody uses.
 MAX_IDLE = 2
-# How many seconds this node's own reader may take to come by a question: a hole before it would hold it up for longer.
+# How many seconds this node's own reader may take to come by a question that is to be removed.
 OWN_PATIENCE = 2.0
 
 
@@ -36,7 +37,7 @@ class NodeQuestions:
     """The questions of one round. Methods may be called in any thread, and block.
 
     Args:
-        current: the round.
+        current: the round. Who is no member asks as rank :data:`.OUTSIDE`.
         connect: makes a connection to the store.
     """
 
@@ -48,6 +49,7 @@ class NodeQuestions:
         self._withdrawn = PlaceRanges()
         self._answers: collections.deque[str] = collections.deque()
         self._unread: dict[str, threading.Event] = {}  # this node's questions, by name
+        self._last: tuple[str, int] | None = None  # of these: its name and place in the journal
         self._idle: list[RecordStore] = []
         self._closed = False
 
@@ -64,23 +66,20 @@ class NodeQuestions:
         entry = {"what": "asked", "node": current.rank, "name": name, "question": dict(question)}
         if nodes is not None:
             entry["nodes"] = asked
-        own = self._unread[name] = threading.Event()
-        try:
-            return self._ask(entry, asked, Deadline(patience), own)
-        finally:
-            del self._unread[name]
-
-    def _ask(
-        self, entry: Mapping[str, Any], asked: list[int], deadline: Deadline, own: threading.Event
-    ) -> dict[int, dict[str, Any] | None]:
-        current = self._round
+        deadline = Deadline(patience)
         with self._connection() as records:
             journal = Journal(records, current.generation)
+            self._unread[name] = threading.Event()
             place = journal.append(entry)
-            found = self._gather(records, entry["name"], asked, deadline)
-            own.wait(OWN_PATIENCE)
+            found = self._gather(records, name, asked, deadline)
+            if current.rank == OUTSIDE:
+                journal.withdraw_from_outside(place)
+                return found
             with self._withdrawing:
-                journal.withdraw(place, current.rank, self._withdrawn)
+                before, self._last = self._last, (name, place)
+                if before is not None:
+                    self._unread.pop(before[0]).wait(OWN_PATIENCE)
+                    journal.withdraw(before[1], current.rank, self._withdrawn)
         return found
 
     def _gather(
@@ -104,8 +103,8 @@ class NodeQuestions:
 
     def note_read(self, name: str) -> None:
         """This node's own reader has come by the question of this name."""
-        if (own := self._unread.get(name)) is not None:
-            own.set()
+        if (unread := self._unread.get(name)) is not None:
+            unread.set()
 
     def answer(self, name: str, body: Mapping[str, Any]) -> None:
         """Answer a question.
