@@ -88,9 +88,9 @@ def _dispatch(words: list[str]) -> int:
             _print(stacks.command(words[1:]))
             return 0
         case "ps":
-            from rallypoint.control.tables import ps
+            from . import ps_command
 
-            _print(ps.command(words[1:]))
+            _print(ps_command.command(words[1:]))
             if words == ["ps"]:
                 from .command_line import warm_command
 

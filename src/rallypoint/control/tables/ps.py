@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint._core.clock import Deadline
@@ -15,10 +15,13 @@ from . import job_table
 
 
 HELP = """\
-usage: rally ps [JOB] [--json]
+usage: rally ps [JOB] [--json] [flags of rally run]
 
 List the jobs of this user on this host: one row per supervisor (`rally run`, or a program that launches functions).
 With JOB (its id, the beginning of it, or the supervisor's pid), list that one on all its nodes.
+
+From any other host that reaches the place where its nodes meet, give the flags that say where that is, and JOB if it has a
+name: rally ps --rdzv-endpoint node0:29400 (or --master-addr node0, --secret-file …, as for rally run).
 
   JOB       the job's id (--rdzv-id, or the name that was made)
   PID       of the supervisor
@@ -49,7 +52,22 @@ def command(words: Sequence[str]) -> str:
     if len(jobs) > 1:
         raise ConfigError("ps", " ".join(jobs), "expected one job", "rally ps --help")
     rows = _of_one(client.connect(jobs[0])) if jobs else _here()
-    if "--json" in words:
+    return _shown(rows, as_json="--json" in words)
+
+
+def of_nodes(name: str, nodes: Mapping[int, dict[str, Any] | None], *, as_json: bool) -> str:
+    """What ``rally ps`` prints of a job, from what its nodes say of it.
+
+    Args:
+        name: of the job.
+        nodes: by rank; None for one that does not answer.
+        as_json: for programs.
+    """
+    return _shown(_of_nodes(name, nodes), as_json=as_json)
+
+
+def _shown(rows: Sequence[job_table.Row], *, as_json: bool) -> str:
+    if as_json:
         return "\n".join(json.dumps(row.told) for row in rows if isinstance(row.told, dict))
     return job_table.table(rows) if rows else "no job of this user runs on this host"
 
@@ -78,11 +96,16 @@ def _of_one(job: client.RunningJob) -> list[job_table.Row]:
     try:
         nodes = job.nodes()
     except ControlError as error:
-        why = f"cannot be asked: {_reason(error)}"
         nodes = dict.fromkeys(range(own["nodes"]))
         nodes[own["node_rank"]] = own
-    else:
-        why = "does not answer"
+        return _of_nodes(name, nodes, f"cannot be asked: {_reason(error)}")
+    return _of_nodes(name, nodes)
+
+
+def _of_nodes(
+    name: str, nodes: Mapping[int, dict[str, Any] | None], why: str = "does not answer"
+) -> list[job_table.Row]:
+    """A job's nodes, by their ranks."""
     return [
         job_table.Row(name, None, why, node=f"{rank} of {len(nodes)}")
         if told is None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from rallypoint._core.host_name import host_name
+from rallypoint.errors import ConfigError
 from rallypoint.launch.config import DEFAULT_RUN_ID, LaunchConfig
 from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
 from rallypoint.rendezvous.create import home_for
 from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
-from rallypoint.rendezvous.home import Prepare
+from rallypoint.rendezvous.home import Home, Prepare
 from rallypoint.rendezvous.plugged import PluggedRendezvous
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
@@ -55,12 +57,38 @@ def rendezvous_for(
     if meeting.plug_in is not None:
         make = partial(rendezvous_handler_registry.create_handler, meeting.plug_in)
         return PluggedRendezvous(make, backend=meeting.plug_in.backend, **common)
+    job = _job(config, say, prepare)
+    return DynamicRendezvous(
+        home_for(job, meeting.options),
+        backend=job.endpoint.backend,
+        split_brain_guard=meeting.split_brain_guard,
+        given_rank=meeting.node_rank,
+        **common,
+    )
+
+
+def home_to_observe(config: LaunchConfig, say: Callable[[str], None]) -> Home:
+    """The home of a job's store, for a process that serves none and takes no part. Nothing is connected to yet.
+
+    Raises:
+        ConfigError: as :func:`rendezvous_for`; or the nodes meet by a plug-in's own handler.
+    """
+    if config.rendezvous.plug_in is not None:
+        backend = config.rendezvous.plug_in.backend
+        problem = "its nodes meet by a plug-in of its own, which cannot be looked at from outside"
+        raise ConfigError("--rdzv-backend", backend, problem)
+    job = replace(_job(config, say, None), is_host=False, mark_end=False)
+    return home_for(job, config.rendezvous.options)
+
+
+def _job(config: LaunchConfig, say: Callable[[str], None], prepare: Prepare | None) -> Meeting:
+    meeting = config.rendezvous
     endpoint = meeting.endpoint or Endpoint(
         scheme="tcp", backend="tcpstore", hosts=(HostPort(meeting.host, meeting.port),)
     )
     # With ranks given beforehand node 0 serves, whatever its name on this machine is.
     is_host = meeting.is_host if meeting.node_rank is None else meeting.node_rank == 0
-    job = Meeting(
+    return Meeting(
         endpoint=endpoint,
         run_id=meeting.run_id,
         lease=meeting.lease,
@@ -72,11 +100,4 @@ def rendezvous_for(
         prepare=prepare,
         say=say,
         flag="--master-port" if meeting.endpoint is None else "--rdzv-endpoint",
-    )
-    return DynamicRendezvous(
-        home_for(job, meeting.options),
-        backend=endpoint.backend,
-        split_brain_guard=meeting.split_brain_guard,
-        given_rank=meeting.node_rank,
-        **common,
     )

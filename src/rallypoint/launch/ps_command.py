@@ -1,0 +1,50 @@
+"""``rally ps``: the jobs of this host, or with flags of ``rally run``, a job at the store where its nodes meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint._core import env as environment
+from rallypoint.control.tables import ps
+from rallypoint.errors import ConfigError
+
+
+# Seconds for the answers of nodes.
+PATIENCE = 5.0
+# Not about where nodes meet.
+_OWN = frozenset({"-h", "--help", "--json"})
+
+
+def command(words: Sequence[str]) -> str:
+    """Run ``rally ps``; returns the text to print.
+
+    Raises:
+        ConfigError: a flag is wrong, or there are two jobs.
+        ControlError: there is no such job, or it cannot be asked.
+    """
+    flags_given = any(word.startswith("-") and word not in _OWN for word in words)
+    if not flags_given or {"-h", "--help"} & set(words):
+        return ps.command(words)
+    return _at_store(words)
+
+
+def _at_store(words: Sequence[str]) -> str:
+    from .command_line import flags
+    from .command_line.settings import config_from
+    from .coordination.observer import Observer
+
+    rest = [word for word in words if word not in _OWN]
+    job = [rest.pop(0)] if not rest[0].startswith("-") else []
+    given = flags.parse(rest)
+    job += given.target
+    if len(job) > 1:
+        raise ConfigError("ps", " ".join(job), "expected one job", "rally ps --help")
+    # How many there are does not matter, but that there may be several. Nor does it what they run.
+    values = {"--nnodes": "2", **given.values, **({"--rdzv-id": job[0]} if job else {})}
+    without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
+    asked = {name: value for name, value in values.items() if name not in without}
+    config, _ = config_from(
+        flags.Given({**asked, "--module": "1"}, (__name__,)), environment.snapshot()
+    )
+    nodes = Observer(config).nodes(PATIENCE)
+    return ps.of_nodes(config.rendezvous.run_id, nodes, as_json="--json" in words)
