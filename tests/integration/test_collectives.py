@@ -32,17 +32,20 @@ from rallypoint.testing import Ranks
 
 pytestmark = pytest.mark.integration
 
+# Seconds for which a rank may wait for others that compile.
+COMPILING = 180.0
+
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def ranks(request):
-    started = Ranks(request.param)
+    started = Ranks(request.param, group_timeout=COMPILING)
     yield started
     started.close()
 
 
 @pytest.fixture(scope="module")
 def two():
-    started = Ranks(2)
+    started = Ranks(2, group_timeout=COMPILING)
     yield started
     started.close()
 
@@ -619,7 +622,7 @@ def compiled(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_one_graph_and_the_same_numbers_under_compile(two, backend):
-    two.run(compiled, backend)
+    two.run(compiled, backend, limit=COMPILING)
 
 
 def compiled_with_breaks() -> None:
@@ -638,7 +641,7 @@ def compiled_with_breaks() -> None:
 
 
 def test_what_breaks_the_graph_still_computes_the_same(two):
-    two.run(compiled_with_breaks)
+    two.run(compiled_with_breaks, limit=COMPILING)
 
 
 def compiled_in_a_part() -> None:
@@ -665,4 +668,4 @@ def compiled_in_a_part() -> None:
 
 def test_a_compiled_broadcast_comes_from_the_groups_own_rank(ranks):
     if ranks.world_size == 3:
-        ranks.run(compiled_in_a_part)
+        ranks.run(compiled_in_a_part, limit=COMPILING)

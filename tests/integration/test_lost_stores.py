@@ -70,7 +70,7 @@ class Node:
     def __init__(self, folder: Path, port: int, spares: int = 1) -> None:
         flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", str(spares)]
         flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "lost", "--insecure"]
-        flags += ["--rdzv-conf", "join_timeout=60", "--max-losses", "100"]
+        flags += ["--rdzv-conf", "join_timeout=300", "--max-losses", "100"]
         script = [str(folder / "train.py"), str(folder)]
         self.process = Popen(
             [sys.executable, "-m", "rallypoint", "run", *flags, *script],
@@ -137,7 +137,7 @@ class Job:
             return found if all_are else None
 
         try:
-            return wait_until(look, f"all ranks are beyond step {beyond}", 55)
+            return wait_until(look, f"all ranks are beyond step {beyond}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self}") from None
 
@@ -262,7 +262,10 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
     rank = (lost + behind) % NODES
     (job.folder / "hold").touch()
     os.kill(before[rank][1], signal.SIGKILL)
-    wait_until(lambda: (job.folder / f"set-up of {rank}").exists(), "another one sets up")
+    try:
+        wait_until(lambda: (job.folder / f"set-up of {rank}").exists(), "another one sets up")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job}") from None
     victim.process.send_signal(signal.SIGKILL)
     victim.process.wait()
     wait_until(lambda: job.server() is not victim, "another node serves", 60)

@@ -91,17 +91,20 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     # Each node says it, although only node 0 looks for hangs.
     hangs = "HANGING"
     wait_for(lambda: sum(hangs in row for row in rows()) == NODES, "the hang is told")
+    # Where a node did not answer in time, it is told later for whom the others wait.
+    hangs = "HANGING: rank 2"
+    wait_for(
+        lambda: sum(hangs in row and " 1 there " in row for row in rows(str(last.pid))) == NODES,
+        "who hangs is told",
+    )
     found = rows(str(last.pid))
-    assert len(found) == NODES and all(hangs in row and " 1 there " in row for row in found)
     assert [f"{rank} of {NODES}" in row for rank, row in enumerate(found)] == [True] * NODES
 
     told = subprocess.run([RALLY, "ps", "--json", str(last.pid)], capture_output=True, check=True)
     first, *_ = [json.loads(line) for line in told.stdout.splitlines()]
-    # Where a node did not answer in time, it is not known for whom the others wait.
-    missing = first["hang"]["missing"]
-    assert missing == [2] or not missing
-    assert first["state"] == ("HANGING: rank 2" if missing else "HANGING")
-    nodes = connect(str(last.pid)).nodes()
+    assert first["state"] == hangs
+    assert first["hang"]["missing"] == [2]
+    nodes = connect(str(last.pid)).nodes(patience=PATIENCE)
     assert {rank: told and told["node_rank"] for rank, told in nodes.items()} == {0: 0, 1: 1, 2: 2}
     assert list(connect(str(last.pid)).nodes([1, 77])) == [1]
 
