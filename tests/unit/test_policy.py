@@ -693,6 +693,28 @@ def test_the_nodes_are_told_once_all_workers_of_this_one_are_in_a_session():
     assert (first.commands, second.commands) == ((), (TellPeers("in session"),))
 
 
+@pytest.mark.parametrize(
+    ("why", "state", "expected"),
+    [
+        ("the other node is in a session", on_two_nodes(0, 1), False),
+        ("it has not been heard", on_two_nodes(0, 1, in_session=frozenset({0})), True),
+        ("nor has this one's news", on_two_nodes(0, 1, in_session=frozenset()), True),
+        (
+            "a worker of this node is not in it",
+            on_two_nodes(0, 1, in_session=frozenset(), said_in_session=False),
+            False,
+        ),
+        (
+            "a worker has left it",
+            on_two_nodes(0, 1, in_session=frozenset(), has_left=True),
+            False,
+        ),
+    ],
+)
+def test_whether_other_nodes_may_be_in_a_session_too(why, state, expected):
+    assert policy.awaits_sessions(state) == expected, why
+
+
 def test_a_loss_is_told_to_all_nodes_before_anyone_is_replaced():
     told = policy.decide(0.0, on_two_nodes(0, 1), LOST)
     assert told.commands == (TellLoss(1, survivors=True),)

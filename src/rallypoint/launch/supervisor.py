@@ -50,6 +50,7 @@ from .server.server_start import TORCH, start_server
 from .signals import SignalEvents
 from .supervision import store_socket
 from .supervision.causes import Causes
+from .supervision.early_losses import EarlyLosses
 from .supervision.event_loop import EventLoop
 from .supervision.host_troubles import HostTroubles
 from .supervision.hung_workers import HungWorkers
@@ -132,6 +133,7 @@ class Supervisor:
         self._probe_fd: int | None = None
         self._causes = Causes()
         self._held_ends: list[policy.WorkerEnded] = []
+        self._early_losses = EarlyLosses(self._loop, self._now, self._decide)
         self._store_name = ""
         self._kept = KeptWorkers(say)
         self._server: ServerProcess
@@ -254,6 +256,7 @@ class Supervisor:
             self._replacements,
             self._hung,
             self._troubles,
+            self._early_losses,
             say,
             self._decide,
             self._end.stop_gathering,
@@ -542,6 +545,8 @@ class Supervisor:
         if self._may_be_ahead(status):
             self._held_ends.append(end)
             self._loop.after(DEATH_AHEAD, self._decide_held_ends)
+        elif end.failed:
+            self._early_losses.decide(end)
         else:
             self._decide(end)
 
@@ -786,7 +791,9 @@ class Supervisor:
 
     def _end_generation(self, left: list[int], aim: Aim | None = None) -> None:
         """All processes are gone: collect the failures and results of this generation."""
-        self._held_ends.clear()  # it is over anyway
+        # They are over anyway.
+        self._held_ends.clear()
+        self._early_losses.forget()
         self._requests.tell_what_is_left(left)
         self._now.workers.drain(DRAIN_PATIENCE)
         failures = self._causes.failures = in_order_of_blame(self._now.workers.failures())

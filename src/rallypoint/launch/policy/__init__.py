@@ -81,7 +81,7 @@ from .events import (
     Swept,
     WorkerEnded,
 )
-from .state import Aim, Phase, State, Verdict, is_at_full_strength, is_past
+from .state import Aim, Phase, State, Verdict, awaits_sessions, is_at_full_strength, is_past
 
 
 __all__ = [
@@ -125,6 +125,7 @@ __all__ = [
     "TellPeers",
     "Verdict",
     "WorkerEnded",
+    "awaits_sessions",
     "decide",
     "is_at_full_strength",
     "is_past",

@@ -126,6 +126,16 @@ def is_past(state: State, generation: int) -> bool:
     return generation < state.generation - (state.phase is Phase.JOINING)
 
 
+def awaits_sessions(state: State) -> bool:
+    """Whether all workers of this node are in a session, and some other node has not said yet that its own are."""
+    return (
+        state.phase is Phase.RUNNING
+        and state.said_in_session
+        and not state.has_left
+        and len(state.in_session) < state.nodes
+    )
+
+
 def is_at_full_strength(state: State) -> bool:
     """Whether all workers of all nodes are in a session, so that there is something a spare could take over."""
     return (

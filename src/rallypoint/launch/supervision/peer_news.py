@@ -11,6 +11,7 @@ from rallypoint.launch.coordination.interface import PeerEvent
 from rallypoint.launch.policy import Aim
 
 from .causes import Causes
+from .early_losses import EarlyLosses
 from .host_troubles import HostTroubles
 from .hung_workers import HungWorkers
 from .replacements import Replacements
@@ -37,6 +38,7 @@ class PeerNews:
         replacements: of workers in a session.
         hung: workers that do not move.
         troubles: of hosts.
+        early_losses: those that strike as soon as a session trains.
         say: prints a line for the user.
         decide: passes an event to the policy.
         all_reported: called when no more failures of other nodes are to come.
@@ -52,6 +54,7 @@ class PeerNews:
         replacements: Replacements,
         hung: HungWorkers,
         troubles: HostTroubles,
+        early_losses: EarlyLosses,
         say: Callable[[str], None],
         decide: Callable[[policy.Event], None],
         all_reported: Callable[[], None],
@@ -63,6 +66,7 @@ class PeerNews:
         self._replacements = replacements
         self._hung = hung
         self._troubles = troubles
+        self._early_losses = early_losses
         self._say = say
         self._decide = decide
         self._all_reported = all_reported
@@ -101,6 +105,7 @@ class PeerNews:
                 pass
             case PeerEvent("in session" | "out of session" as what, node_rank):
                 self._decide(policy.NodeInSession(node_rank, what == "in session"))
+                self._early_losses.heed_news()
                 self._replacements.start_spares_soon()
             case _:
                 self._hear_of_members(event)
@@ -127,7 +132,7 @@ class PeerNews:
                 note_lost(f"{event.reason}{self._lost_state}")
                 if not event.is_own and self._now.round is not None:
                     self._troubles.note_loss(event.host, self._now.round.incident, event.reason)
-                self._decide(policy.PeerLost(node_rank, event.is_own))
+                self._early_losses.decide(policy.PeerLost(node_rank, event.is_own))
             case "left out":
                 self._decide(policy.LeftOut())
             case "not kept":
