@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
 import threading
 
+from rallypoint._core.clock import Deadline, milliseconds
 from rallypoint.rendezvous.held_lines import HeldLines
 
 from . import greeting
@@ -16,16 +18,26 @@ from .greeting import Door, Reply
 
 # If a listener did not answer the greeting: seconds to wait for the answer to a second question.
 SECOND_TRY = 1.0
+# A connection that has not come about is tried once more, beside the first, after so many seconds: the kernel takes one whole second
+# to notice that a packet was lost (RFC 6298).
+ANOTHER_TRY = 0.15
 
 
-def greet(host: str, port: int, timeout: float) -> Reply:
+def greet(host: str, port: int, timeout: float, *, reach: float | None = None) -> Reply:
     """What serves the endpoint. Blocks for at most ``timeout`` seconds, plus the time of a name look-up.
 
     A stopped process still accepts connections, because its kernel does. c10d's client would then wait for its
     first answer without limit, and block other clients of this process from connecting elsewhere.
+
+    Args:
+        host: a name or an address.
+        port: its port.
+        timeout: seconds for the connection, and for each part of the answer.
+        reach: seconds for the connection, if they are fewer: a kernel answers at once, however busy its host is.
     """
     try:
-        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
+        with _connected(host.strip("[]"), port, timeout if reach is None else reach) as sock:
+            sock.settimeout(timeout)
             try:
                 sock.sendall(greeting.GREETING)
                 answer = _receive(sock)
@@ -52,6 +64,38 @@ def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
     except OSError:
         return greeting.SILENT
     return greeting.read(answer) if answer else greeting.SILENT
+
+
+def _connected(host: str, port: int, timeout: float) -> socket.socket:
+    """As ``socket.create_connection``, with another attempt from time to time beside those that have had no answer yet.
+
+    Raises:
+        OSError: what the last of the host's addresses has said. TimeoutError: nothing.
+    """
+    failure: OSError = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        deadline, pause = Deadline(timeout), ANOTHER_TRY
+        poller, begun = select.poll(), dict[int, socket.socket]()
+        try:
+            while not deadline.expired():
+                sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+                begun[sock.fileno()] = sock
+                if (code := sock.connect_ex(address)) not in {0, errno.EINPROGRESS}:
+                    raise OSError(code, os.strerror(code))
+                poller.register(sock, select.POLLOUT)
+                for fd, _ in poller.poll(milliseconds(min(pause, deadline.remaining() or 0.0))):
+                    if code := begun[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        raise OSError(code, os.strerror(code))
+                    return begun.pop(fd)
+                pause *= 2
+        except OSError as error:
+            failure = error
+        finally:
+            for each in begun.values():
+                each.close()
+    raise failure
 
 
 def _receive(sock: socket.socket) -> bytes:

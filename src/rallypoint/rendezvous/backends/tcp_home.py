@@ -47,6 +47,8 @@ LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], No
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
+# The part of a silence within which the kernel of the lost store's host must answer: its connection has been silent for long by then.
+REACH = 0.25
 # The first connection of all.
 FIRST_TURN = 10.0
 # Reasons for the missing store that get a line of their own.
@@ -334,6 +336,7 @@ class TcpHome:
             self._server = None
             self._may_serve = False
         search = self._search(last)
+        reach = {search.places[0]: min(ATTEMPT, REACH * self._silence)}
         pause = FIRST_PAUSE
         answers: dict[Place, Answer] = {}
         asked: dict[Place, Future[Answer]] = {}
@@ -343,7 +346,8 @@ class TcpHome:
             while True:
                 for place in search.to_ask():
                     if place not in asked:
-                        asked[place] = pool.submit(self._ask, place)
+                        asked[place] = pool.submit(self._ask, place, reach.get(place, ATTEMPT))
+                turn = Deadline(pause)
                 wait(asked.values(), pause)
                 for place in [place for place, future in asked.items() if future.done()]:
                     answers[place] = asked.pop(place).result()
@@ -362,7 +366,8 @@ class TcpHome:
                     raise RendezvousConnectionError(
                         f"{error}; no other node serves it either ({len(search.places)} places tried)"
                     )
-                stop.wait(min(pause, deadline.remaining() or pause))
+                left = turn.remaining() or 0.0
+                stop.wait(min(left, deadline.remaining() or left))
                 pause = min(2 * pause, LONGEST_PAUSE / 4)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -415,8 +420,8 @@ class TcpHome:
         self._current = self._outside = place
         return Recovery(store, moved, frozenset(search.dead))
 
-    def _ask(self, place: Place) -> Answer:
-        answer = _probe_store(place.addr, place.port)
+    def _ask(self, place: Place, reach: float) -> Answer:
+        answer = _probe_store(place.addr, place.port, reach=reach)
         if not place.watch or answer is Answer.SILENT:
             return answer
         alive = _probe(place.watch_addr or place.addr, place.watch)
@@ -653,9 +658,11 @@ def _cannot_reach(names: str, reply: Reply, *, starting: bool) -> str:
     return f"cannot reach the rendezvous at {names}: {reply.why}; {ask}"
 
 
-def _probe_store(host: str, port: int, timeout: float = ATTEMPT) -> Answer:
+def _probe_store(
+    host: str, port: int, timeout: float = ATTEMPT, *, reach: float | None = None
+) -> Answer:
     """Whether a store answers there."""
-    match door.greet(host, port, timeout).door:
+    match door.greet(host, port, timeout, reach=reach).door:
         case Door.SERVES:
             return Answer.SERVES
         case Door.STARTING:

@@ -344,6 +344,8 @@ class _Turns:
 
 # The most that Linux takes: seconds between keep-alives, milliseconds without an acknowledgement.
 MAX_KEEPALIVE, MAX_TIMEOUT = 32_767, 2**31 - 1
+# The part of a silence after which a connection breaks.
+BREAK = 0.6
 
 
 def break_on_silence(sock: socket.socket, seconds: float) -> None:
@@ -351,6 +353,10 @@ def break_on_silence(sock: socket.socket, seconds: float) -> None:
 
     With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails when its request stays unacknowledged, with
     keep-alives also one that only waits.
+
+    Args:
+        sock: connected.
+        seconds: what makes up a silence. The connection breaks before that: what is left is for a question on a new one.
     """
     interval = min(max(1, int(seconds / 4)), MAX_KEEPALIVE)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -358,5 +364,5 @@ def break_on_silence(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 900), MAX_TIMEOUT)
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 1000 * BREAK), MAX_TIMEOUT)
     )
