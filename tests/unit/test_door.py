@@ -71,6 +71,31 @@ def test_a_stranger_is_called_what_it_is(answer, why):
     assert why in greeting.read(answer).why
 
 
+def test_a_lost_packet_is_noticed_before_the_kernel_does():
+    """The queue of a listener is full, so the kernel drops what comes; it would try again after a second."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(0)
+    crowd = [socket.create_connection(sock.getsockname())]
+
+    def admit():
+        while not stop.is_set():
+            line, _ = sock.accept()
+            crowd.append(line)
+
+    stop = threading.Event()
+    with pytest.raises(TimeoutError):
+        door._connected("127.0.0.1", port_of(sock), 0.4)
+    thread = threading.Timer(0.3, admit)
+    thread.start()
+    with door._connected("127.0.0.1", port_of(sock), 0.9):
+        stop.set()
+    socket.create_connection(("127.0.0.1", port_of(sock))).close()
+    thread.join(PATIENCE)
+    for line in (*crowd, sock):
+        line.close()
+
+
 def test_a_server_that_speaks_first_is_named():
     with saying(b"SSH-2.0-OpenSSH_9.6\r\n") as port:
         assert "an SSH server (OpenSSH_9.6)" in door.greet("127.0.0.1", port, PATIENCE).why
