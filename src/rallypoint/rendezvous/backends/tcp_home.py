@@ -35,7 +35,7 @@ from . import door, places
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
-from .tcpstore import REPLY_TIMEOUT, TcpStore
+from .tcpstore import BREAK, REPLY_TIMEOUT, TcpStore
 
 
 _log = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], No
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
-# The part of a silence within which the kernel of the lost store's host must answer: its connection has been silent for long by then.
-REACH = 0.25
 # The first connection of all.
 FIRST_TURN = 10.0
 # Reasons for the missing store that get a line of their own.
@@ -336,7 +334,8 @@ class TcpHome:
             self._server = None
             self._may_serve = False
         search = self._search(last)
-        reach = {search.places[0]: min(ATTEMPT, REACH * self._silence)}
+        # Its connection broke before a whole silence had passed.
+        reach = {search.places[0]: (1 - BREAK) * self._silence}
         pause = FIRST_PAUSE
         answers: dict[Place, Answer] = {}
         asked: dict[Place, Future[Answer]] = {}
