@@ -8,6 +8,9 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from rallypoint._core.clock import Deadline, milliseconds
 from rallypoint.rendezvous.held_lines import HeldLines
@@ -67,35 +70,45 @@ def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
 
 
 def _connected(host: str, port: int, timeout: float) -> socket.socket:
-    """As ``socket.create_connection``, with another attempt from time to time beside those that have had no answer yet.
-
-    Raises:
-        OSError: what the last of the host's addresses has said. TimeoutError: nothing.
-    """
-    failure: OSError = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    """As ``socket.create_connection``, with another attempt from time to time beside those that have had no answer yet."""
+    failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
-        deadline, pause = Deadline(timeout), ANOTHER_TRY
-        poller, begun = select.poll(), dict[int, socket.socket]()
+        make = partial(socket.socket, family, kind | socket.SOCK_NONBLOCK, protocol)
         try:
-            while not deadline.expired():
-                sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-                begun[sock.fileno()] = sock
-                if (code := sock.connect_ex(address)) not in {0, errno.EINPROGRESS}:
-                    raise OSError(code, os.strerror(code))
-                poller.register(sock, select.POLLOUT)
-                for fd, _ in poller.poll(milliseconds(min(pause, deadline.remaining() or 0.0))):
-                    if code := begun[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                        raise OSError(code, os.strerror(code))
-                    return begun.pop(fd)
-                pause *= 2
+            return _reached(make, address, Deadline(timeout))
         except OSError as error:
             failure = error
-        finally:
-            for each in begun.values():
-                each.close()
     raise failure
+
+
+def _reached(make: Callable[[], socket.socket], address: Any, deadline: Deadline) -> socket.socket:
+    """A connection to one address.
+
+    Raises:
+        OSError: it was refused, or there is no way there. TimeoutError: there was no answer.
+    """
+    poller, pause = select.poll(), ANOTHER_TRY
+    begun: dict[int, socket.socket] = {}
+    try:
+        while not deadline.expired():
+            sock = make()
+            begun[sock.fileno()] = sock
+            code = sock.connect_ex(address)
+            if code not in {0, errno.EINPROGRESS}:
+                raise OSError(code, os.strerror(code))
+            poller.register(sock, select.POLLOUT)
+            for fd, _ in poller.poll(milliseconds(min(pause, deadline.remaining() or 0.0))):
+                code = begun[fd].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    raise OSError(code, os.strerror(code))
+                return begun.pop(fd)
+            pause *= 2
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    finally:
+        for each in begun.values():
+            each.close()
 
 
 def _receive(sock: socket.socket) -> bytes:
