@@ -84,7 +84,7 @@ class TcpStore:
             self._socket.setsockopt(socket.SOL_SOCKET, option, turn)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if silence is not None:
-            break_on_silence(self._socket, silence)
+            break_on_silence(self._socket, silence, BREAK)
         try:
             # Connected does not mean served: the kernel also accepts for a stopped process.
             self._greet((deadline.remaining() or 0.0) + GREETING)
@@ -344,11 +344,11 @@ class _Turns:
 
 # The most that Linux takes: seconds between keep-alives, milliseconds without an acknowledgement.
 MAX_KEEPALIVE, MAX_TIMEOUT = 32_767, 2**31 - 1
-# The part of a silence after which a connection breaks.
+# The part of a silence after which a connection to the job's store breaks. What is left is for a question on a new connection.
 BREAK = 0.6
 
 
-def break_on_silence(sock: socket.socket, seconds: float) -> None:
+def break_on_silence(sock: socket.socket, seconds: float, part: float = 0.9) -> None:
     """Have the kernel break the connection when the other host falls silent (a cut cable, a lost host).
 
     With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails when its request stays unacknowledged, with
@@ -356,7 +356,8 @@ def break_on_silence(sock: socket.socket, seconds: float) -> None:
 
     Args:
         sock: connected.
-        seconds: what makes up a silence. The connection breaks before that: what is left is for a question on a new one.
+        seconds: what makes up a silence.
+        part: the part of it after which the connection breaks.
     """
     interval = min(max(1, int(seconds / 4)), MAX_KEEPALIVE)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -364,5 +365,5 @@ def break_on_silence(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 1000 * BREAK), MAX_TIMEOUT)
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(seconds * 1000 * part), MAX_TIMEOUT)
     )
