@@ -145,6 +145,8 @@ Outcome = Joined | TimedOut | Closed | Moved | RankTaken
 NUM_DEPUTIES = 3
 # Rank 0 is silent for so many leases before one that waits opens a round by itself.
 LEASES_TO_OPEN = 3
+# How often one that waits looks at the store, in a lease.
+_LOOKS_OF_WAITING = 4
 # How far a newcomer looks back for a round that had members: those after it were closed, or void.
 _ROUNDS_BACK = 8
 
@@ -303,7 +305,8 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         yield Tell(f"the job is running with {count} nodes; waiting {why}")
     leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
     while True:
-        (now, call) = yield Await(f"{generation}/call", timing.lease)
+        # Not for a whole lease: on a connection that nobody writes to, Linux notices a silent host seconds later.
+        (now, call) = yield Await(f"{generation}/call", timing.lease / _LOOKS_OF_WAITING)
         if call is not None:
             return Closed(str(call["closed"])) if "closed" in call else None
         (now, (beat, closed, note, head, store)) = yield Look(

@@ -28,6 +28,7 @@ from typing import Any
 from rallypoint._core import addresses
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
+from rallypoint.rendezvous import plan
 from rallypoint.rendezvous.home import LastRound, Prepare, Recovery, Server
 from rallypoint.rendezvous.store import Store
 
@@ -35,7 +36,7 @@ from . import door, places
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
-from .tcpstore import BREAK, REPLY_TIMEOUT, TcpStore
+from .tcpstore import BREAK, REPLY_TIMEOUT, LifeSigns, TcpStore
 
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], No
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
+# The least time for the kernel of the lost store's host to answer.
+LEAST_REACH = 0.3
 # The first connection of all.
 FIRST_TURN = 10.0
 # Reasons for the missing store that get a line of their own.
@@ -124,6 +127,7 @@ class TcpHome:
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._redirector: threading.Thread | None = None
+        self._signs: dict[tuple[str, int], LifeSigns] = {}  # of the hosts of stores, by place
         self._closed = threading.Event()
 
     @property
@@ -282,7 +286,9 @@ class TcpHome:
         return self._server.connect()
 
     def _client(self, place: Place, timeout: float = REPLY_TIMEOUT) -> TcpStore:
-        return TcpStore(place.addr, place.port, silence=self._silence, timeout=timeout)
+        store = TcpStore(place.addr, place.port, silence=self._silence, timeout=timeout)
+        self._signs[place.addr, place.port] = store.signs
+        return store
 
     # -- when it is lost ------------------------------------------------------------------------
 
@@ -335,8 +341,8 @@ class TcpHome:
             self._may_serve = False
         search = self._search(last)
         # Its connection broke before a whole silence had passed.
-        reach = {search.places[0]: (1 - BREAK) * self._silence}
-        pause = FIRST_PAUSE
+        reach = {search.places[0]: self._left_of_silence(search.places[0])}
+        pause, longest = FIRST_PAUSE, _longest_pause(last)
         answers: dict[Place, Answer] = {}
         asked: dict[Place, Future[Answer]] = {}
         # All in parallel, and repeatedly: a place that does not answer must not delay another.
@@ -367,9 +373,16 @@ class TcpHome:
                     )
                 left = turn.remaining() or 0.0
                 stop.wait(min(left, deadline.remaining() or left))
-                pause = min(2 * pause, LONGEST_PAUSE / 4)
+                pause = min(2 * pause, longest)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _left_of_silence(self, place: Place) -> float:
+        """Seconds until the host of a store has been silent for so long that it counts as lost."""
+        signs = self._signs.get((place.addr, place.port))
+        if signs is None or signs.at is None:
+            return (1 - BREAK) * self._silence
+        return min(max(LEAST_REACH, signs.at + self._silence - MONOTONIC.now()), self._silence)
 
     def _search(self, last: LastRound | None) -> Search:
         own = "" if last is None else last.node_id
@@ -599,6 +612,12 @@ class TcpHome:
             self._server = None
         while self._left:
             self._left.pop().close()
+
+
+def _longest_pause(last: LastRound | None) -> float:
+    """Between two questions to each place; the more nodes ask, the less often each does."""
+    count = 0 if last is None else len(plan.order(last.plan))
+    return min(LONGEST_PAUSE / 4, 0.05 + count / 2000)
 
 
 def _standbys(last: LastRound | None) -> list[Place]:

@@ -31,6 +31,8 @@ REPLY_TIMEOUT = 15.0
 GREETING = 5.0
 # How the kernel says that nothing has come back.
 _NO_ANSWER: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+# Of Linux's ``struct tcp_info``: ``tcpi_last_ack_recv``, in milliseconds.
+_LAST_ACK: Final = struct.Struct("=56xI")
 # Keys read in one round trip.
 CHUNK = 512
 # Bytes asked for at once: a short reply comes whole.
@@ -41,6 +43,27 @@ NEVER = b"\x00rally: never\x00"
 TURN = 0.25
 
 T = TypeVar("T")
+
+
+class LifeSigns:
+    """When a store's host last acknowledged anything, as far as connections that broke know; shared by all connections to it.
+
+    Attributes:
+        at: on this host's monotonic clock; None: no connection has found it silent.
+    """
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def note(self, sock: socket.socket) -> None:
+        """A connection broke, as nothing came back."""
+        try:
+            facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+        except OSError:
+            return
+        if len(facts) == _LAST_ACK.size:
+            at = clock.MONOTONIC.now() - _LAST_ACK.unpack(facts)[0] / 1000
+            self.at = at if self.at is None else max(self.at, at)
 
 
 class TcpStore:
@@ -54,6 +77,7 @@ class TcpStore:
         silence: seconds without an answer after which the connection counts as broken, whether the other host's kernel is silent
             or only its process; None waits without limit.
         timeout: seconds that connecting may take; the first answer gets :data:`GREETING` more.
+        signs: of life of its host; None: none are known.
 
     Raises:
         RendezvousConnectionError: nothing listens there, or no store answered.
@@ -66,7 +90,9 @@ class TcpStore:
         *,
         silence: float | None = None,
         timeout: float = REPLY_TIMEOUT,
+        signs: LifeSigns | None = None,
     ) -> None:
+        self.signs = LifeSigns() if signs is None else signs
         self._host, self._port, self._silence = host.strip("[]"), port, silence
         self._lock = forks.Lock()
         self._closed = False
@@ -171,7 +197,9 @@ class TcpStore:
         if self._closed:
             raise self._is_closed()
         patience = REPLY_TIMEOUT if self._silence is None else max(self._silence, GREETING)
-        return TcpStore(self._host, self._port, silence=self._silence, timeout=patience)
+        return TcpStore(
+            self._host, self._port, silence=self._silence, timeout=patience, signs=self.signs
+        )
 
     def close(self) -> None:
         """Give the connection back. A call of another thread that is blocked in it fails at once."""
@@ -294,6 +322,8 @@ class TcpStore:
     def _gone(self, error: BaseException) -> RendezvousConnectionError:
         silent = isinstance(error, TimeoutError) or getattr(error, "errno", None) in _NO_ANSWER
         why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        if silent and (sock := getattr(self, "_socket", None)) is not None:
+            self.signs.note(sock)
         kind = StoreSilent if silent else RendezvousConnectionError
         return kind(f"the job's store at {self._host}:{self._port} is gone: {why[:200]}")
 
