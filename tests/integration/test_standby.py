@@ -8,11 +8,12 @@ from contextlib import ExitStack
 
 import pytest
 
-from rallypoint._core.clock import Deadline
+from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcp_home
-from rallypoint.rendezvous.backends.places import Answer
+from rallypoint.rendezvous.backends.places import Answer, Place
 from rallypoint.rendezvous.backends.tcp_home import TcpHome, serve_here
+from rallypoint.rendezvous.backends.tcpstore import LifeSigns
 from rallypoint.rendezvous.home import LastRound, Server
 
 
@@ -157,3 +158,17 @@ def test_a_standby_at_another_port_is_not_found() -> None:
             assert "listed" not in home.standby("127.0.0.1")
         finally:
             home.close()
+
+
+@pytest.mark.parametrize(
+    ("heard", "left"),
+    [(None, 2.0), (3.5, 1.5), (4.9, tcp_home.LEAST_REACH), (60.0, tcp_home.LEAST_REACH)],
+    ids=["never", "before it broke", "nearly a whole silence ago", "long ago"],
+)
+def test_a_silent_host_is_asked_until_the_silence_is_over(heard: float | None, left: float) -> None:
+    home = TcpHome([("127.0.0.1", 1)], silence=5.0, say=lambda _: None)
+    if heard is not None:
+        signs = home._signs["127.0.0.1", 1] = LifeSigns()
+        signs.at = MONOTONIC.now() - heard
+    assert home._left_of_silence(Place("127.0.0.1", 1)) == pytest.approx(left, abs=0.05)
+    home.close()

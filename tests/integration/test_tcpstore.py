@@ -16,6 +16,7 @@ import pytest
 
 from pace import pace
 from ports import free_port
+from rallypoint._core import clock
 from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends import tcpstore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
@@ -220,3 +221,23 @@ def test_the_kernel_watches_connections_of_c10ds_own_clients_too() -> None:
     # 0.6 of the silence for our own client, 0.9 for others, in ms. c10d alone sets none, as for the client that its server has of
     # itself.
     assert sorted(done.stdout.split()) == ["0", "4800", *2 * ["7200"]]
+
+
+def test_a_connection_tells_when_its_host_was_heard_last() -> None:
+    signs = tcpstore.LifeSigns()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as sock:
+            sock.sendall(b"x")
+            time.sleep(0.5)
+            signs.note(sock)
+            first = signs.at
+            assert first is not None
+            assert clock.MONOTONIC.now() - first > 0.4
+            sock.sendall(b"x")
+            time.sleep(0.1)
+            signs.note(sock)
+            assert signs.at is not None
+            assert signs.at > first + 0.3, "the newest sign of any connection counts"
+            before = signs.at
+        signs.note(sock)
+        assert signs.at == before, "a closed socket tells nothing"
