@@ -207,7 +207,11 @@ class Ledger:
         while True:
             time.sleep(0.5)
             now = time.monotonic()
-            for number, (operation, to, entered, until) in list(self._open.items()):
+            # Not its items: a collection of garbage in the midst of that list lets other threads begin and end calls.
+            for number in list(self._open):
+                if (call := self._open.get(number)) is None:
+                    continue
+                operation, to, entered, until = call
                 starved = self.starved_within(until, now)
                 if now > until + 5.0 + starved and number not in told:
                     told.add(number)
