@@ -1,4 +1,4 @@
-"""A job loses a node and goes on with fewer, another node comes, and no sample of the epoch comes twice or is left out."""
+"""Nodes are lost and come: a session goes on in the same processes with fewer ranks, and with more."""
 
 from __future__ import annotations
 
@@ -6,171 +6,361 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
-from torch import nn
 
-from elastic import listens, wait_until
+from elastic import wait_until
 from ports import free_port
 from supervisors import Popen
 
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-LENGTH, BATCH = 90, {"global": 6, "local": 2}
-DATA = """
-def data():
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(90, 4, generator=generator), torch.randint(2, (90,), generator=generator)
-"""
-SCRIPT = (
-    """
-import contextlib, json, os, pathlib, signal, sys, time
-from rallypoint import elastic
-from rallypoint.errors import ElasticError
+SAMPLES, BATCH, EPOCHS = 2400, 12, 2
+# Those that come meet the others while these train: far enough for that, and before the end.
+FAR = 350
+SCRIPT = """
+import json, os, pathlib, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from rallypoint import elastic
 
-FOLDER, KEEP, BATCH = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-"""
-    + DATA
-    + """
-def supervisor():
-    pid = os.getpid()
-    while b"rallypoint run" not in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(bytes(1), b" "):
-        pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
-
-def log(name, *what):
-    with (FOLDER / name).open("a") as file:
-        file.write(json.dumps(what) + "\\n")
-
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-generation = int(os.environ["RALLY_GENERATION"])
+folder, samples, batch_size, epochs = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.manual_seed(0)
-net = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-sampler = elastic.Sampler(90, BATCH, seed=3, keep=KEEP)
-loader = DataLoader(TensorDataset(torch.arange(90), *data()), batch_sampler=sampler)
-session = elastic.session(net, optimizer, checkpoint=FOLDER / "checkpoints", checkpoint_every=1)
-session.on_resize(lambda before, now: log(f"resized {rank}", generation, before, now))
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 1).double())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+sampler = elastic.Sampler(samples, batch_size=batch_size, seed=3)
+loader = DataLoader(range(samples), batch_sampler=sampler)
+kept = {"checkpoint": folder / "checkpoints", "checkpoint_every": 10} if "--checkpoints" in sys.argv else {}
+session = elastic.session(net, optimizer, **kept)
+sizes = []
+session.on_resize(lambda before, now: sizes.append([before, now]), in_place="--fixed" not in sys.argv)
+log = open(folder / f"log {os.getpid()}", "a", buffering=1)
+
+def data(indices):
+    x = torch.stack([torch.sin(indices * (k + 1.0)) for k in range(4)], 1).double()
+    return x, x.sum(1, keepdim=True)
+
 with session:
-    try:
-        session.on_resize(print)
-    except ElasticError:
-        pass
-    else:
-        raise AssertionError("too late")
-    begun = session.position
-    for epoch in session.epochs(1):
-        for ids, x, y in session.batches(loader):
-            if generation == 0 and session.position == 5 and rank == size - 1:
-                os.kill(supervisor(), signal.SIGKILL)
-                time.sleep(100)
-            if size == 2 and session.position >= begun + 3:
-                (FOLDER / "small").touch()
-                time.sleep(100)  # until another node comes
+    for epoch in session.epochs(epochs):
+        for step, indices in enumerate(session.batches(loader)):
+            position = session.position
             with session.step():
-                count = torch.tensor(len(ids))
-                dist.all_reduce(count)
-                passes = list(zip(x.split(2), y.split(2)))  # one on three ranks
-                for number, (part, wanted) in enumerate(passes, 1):
-                    with contextlib.nullcontext() if number == len(passes) else net.no_sync():
-                        loss = torch.nn.functional.cross_entropy(net(part), wanted, reduction="sum")
-                        (loss * size / count).backward()
+                x, y = data(indices)
+                whole = torch.tensor([float(len(x))])
+                dist.all_reduce(whole)
+                loss = ((net(x) - y) ** 2).sum() * dist.get_world_size() / whole.item()
+                loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            log(f"ids {rank}", generation, size, session.position, ids.tolist())
-            session._checkpoints._join(None)
-torch.save(net.module.state_dict(), FOLDER / f"end {rank}")
+            if session.position > position:
+                told = {"step": position, "rank": dist.get_rank(), "size": dist.get_world_size(),
+                        "env": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
+                        "samples": indices.tolist(), "sizes": sizes}
+                print(json.dumps(told), file=log)
+            (folder / f"new {os.getpid()}").write_text(f"{session.position}")
+            os.replace(folder / f"new {os.getpid()}", folder / f"at {os.getpid()}")
+            while (folder / "wait").exists() and session.position >= int((folder / "wait").read_text()):
+                time.sleep(0.01)
+            time.sleep(0.03)
+if dist.get_rank() == 0:
+    torch.save([each.detach() for each in net.module.parameters()], folder / "end.pt")
 dist.destroy_process_group()
 """
+
+
+class Job:
+    def __init__(self, folder: Path, least: int, most: int) -> None:
+        (folder / "train.py").write_text(SCRIPT)
+        self.folder = folder
+        flags = ["--nnodes", f"{least}:{most}", "--nproc-per-node", "2", "--insecure"]
+        flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "lease=10"]
+        flags += ["--rdzv-id", "resized", "--max-restarts", "3"]
+        script = [folder / "train.py", folder, SAMPLES, BATCH, EPOCHS]
+        self.words = [sys.executable, "-m", "rallypoint", "run", *flags, *map(str, script)]
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        output = (self.folder / f"node {len(self.nodes)}").open("wb")
+        with output:
+            self.nodes.append(Popen(self.words, stdout=output, stderr=output))
+        return self.nodes[-1]
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("node *")))
+
+    def wait(self, look: Callable[[], Any], what: str) -> Any:
+        def watched() -> Any:
+            assert any(node.poll() is None for node in self.nodes), "all nodes have ended"
+            return look()
+
+        try:
+            return wait_until(watched, what, 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+
+    def steps(self) -> dict[int, int]:
+        """By pid: how far it is."""
+        found = {}
+        for path in self.folder.glob("at *"):
+            pid = int(path.name.split()[1])
+            try:
+                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    found[pid] = int(path.read_text())
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    def at(self, step: int) -> list[int]:
+        """Who is that far, or further."""
+        return [pid for pid, done in self.steps().items() if done >= step]
+
+    def told(self) -> list[dict[str, Any]]:
+        lines = [
+            {"pid": int(path.name.split()[1]), **json.loads(line)}
+            for path in self.folder.glob("log *")
+            for line in path.read_text().splitlines()
+        ]
+        return sorted(lines, key=lambda each: (each["step"], each["rank"]))
+
+    def kill(self, node: subprocess.Popen[bytes]) -> None:
+        """A node with all of its processes."""
+        tree = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        for each in tree:
+            try:
+                each.kill()
+            except psutil.Error:
+                pass
+        node.wait()
+
+    def hold_at(self, step: int) -> None:
+        (self.folder / "new wait").write_text(str(step))
+        (self.folder / "new wait").rename(self.folder / "wait")
+
+    def go_on(self) -> None:
+        self.hold_at(1 << 30)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                self.kill(node)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(least: int, most: int) -> Job:
+        made.append(Job(tmp_path, least, most))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def one_process() -> list[torch.Tensor]:
+    """The parameters after the same training in one process."""
+    from rallypoint import elastic
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    sampler = elastic.Sampler(SAMPLES, batch_size=BATCH, seed=3)
+    for epoch in range(EPOCHS):
+        sampler.begin_at(epoch)
+        for batch in sampler:
+            indices = torch.tensor(batch)
+            x = torch.stack([torch.sin(indices * (k + 1.0)) for k in range(4)], 1).double()
+            ((net(x) - x.sum(1, keepdim=True)) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach() for each in net.parameters()]
+
+
+def check(job: Job, tmp_path: Path) -> list[dict[str, Any]]:
+    """Every sample was trained on once in each epoch, and the end is that of one process."""
+    told = job.told()
+    per_epoch = len(range(0, SAMPLES, BATCH))
+    for epoch in range(EPOCHS):
+        seen: list[int] = []
+        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            by_size: dict[int, list[list[int]]] = {}
+            for each in told:
+                if each["step"] == step:
+                    by_size.setdefault(each["size"], []).append(each["samples"])
+            # A process that comes behind a step, in the same body, runs it without effect.
+            of_step = max(by_size.items(), key=lambda each: (each[0] == len(each[1]), len(each[1])))
+            seen += (sample for samples in of_step[1] for sample in samples)
+        assert len(seen) == len(set(seen)), "a sample came twice"
+        # A lost rank tells nothing of its last step, if the others have completed it.
+        assert len(seen) >= SAMPLES - BATCH
+    check_end(tmp_path)
+    return told
+
+
+def check_end(tmp_path: Path) -> None:
+    for mine, theirs in zip(torch.load(tmp_path / "end.pt"), one_process(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "lost", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 )
+def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
+    job: Callable[..., Job], tmp_path: Path, lost: int
+) -> None:
+    """The first node serves the job's store, and one of them, with rank 0, that of the workers."""
+    it = job(2, 3)
+    it.hold_at(20)
+    for _ in range(3):
+        it.start()
+    it.wait(lambda: list(it.steps().values()).count(20) == 6, "six ranks train")
+    before = set(it.steps())
+    it.kill(it.nodes[lost])
+    it.hold_at(40)
+    it.wait(lambda: list(it.steps().values()).count(40) == 4, "four ranks go on")
+    survivors = set(it.steps())
+    assert survivors < before, it.output()
+    assert {each["size"] for each in it.told() if each["step"] == 39} == {4}
+    it.start()
+    it.hold_at(FAR)
+    it.wait(lambda: len(it.steps()) == 6, "six ranks again")
+    assert survivors < set(it.steps()), it.output()
+    it.go_on()
+    for node in it.nodes:
+        node.wait(120)
+    told = check(it, tmp_path)
+    last = [each for each in told if each["step"] == told[-1]["step"]]
+    assert [each["rank"] for each in last] == list(range(6))
+    assert all(each["env"] == [str(each["rank"]), "6"] for each in last)
+    assert {str(each["sizes"]) for each in last if each["pid"] in survivors} == {"[[6, 4], [4, 6]]"}
+    assert {str(each["sizes"]) for each in last if each["pid"] not in survivors} == {"[[4, 6]]"}
+
+
+def test_one_node_gets_another_one_and_is_lost_itself(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It serves the job's store and that of the workers, and has the records of the set-up."""
+    it = job(1, 2)
+    it.hold_at(10)
+    it.start()
+    it.wait(lambda: len(it.at(10)) == 2, "two ranks train")
+    first = set(it.steps())
+    it.start()
+    it.hold_at(FAR)
+    it.wait(lambda: len(it.steps()) == 4, "four ranks train")
+    came = set(it.steps()) - first
+    it.kill(it.nodes[0])
+    reached = max(it.steps().values())
+    it.wait(lambda: set(it.at(reached + 5)) == came, "those that came go on")
+    it.start()
+    it.wait(lambda: len(it.steps()) == 4, "four ranks again")
+    assert came < set(it.steps())
+    it.go_on()
+    for node in it.nodes:
+        node.wait(120)
+    check(it, tmp_path)
+
+
+def test_checkpoints_are_those_of_the_ranks_that_are_there(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    it = job(1, 2)
+    it.words.append("--checkpoints")
+    it.hold_at(15)
+    it.start()
+    it.start()
+    it.wait(lambda: len(it.at(15)) == 4, "four ranks train")
+    it.kill(next(node for node in it.nodes if rank_0_is_on(node, it)))
+    it.hold_at(35)
+    it.wait(lambda: len(it.at(35)) == 2, "two ranks go on")
+
+    def ranks_of(step: int) -> int | None:
+        record = tmp_path / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
+        return json.loads(record.read_text())["ranks"] if record.exists() else None
+
+    it.wait(lambda: ranks_of(30), "the checkpoint of step 30")
+    assert ranks_of(30) == 2
+    it.start()
+    it.hold_at(FAR)
+    it.wait(lambda: len(it.steps()) == 4, "four ranks again")
+    reached = max(it.steps().values()) // 10 * 10 + 20
+    it.wait(lambda: ranks_of(reached), "another checkpoint")
+    assert ranks_of(reached) == 4
+    it.go_on()
+    for node in it.nodes:
+        node.wait(120)
+    check(it, tmp_path)
+
+
+def rank_0_is_on(node: subprocess.Popen[bytes], it: Job) -> bool:
+    pid = next(each["pid"] for each in it.told() if each["rank"] == 0)
+    return pid in {each.pid for each in psutil.Process(node.pid).children(recursive=True)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keep", ["global", "local"])
-def test_each_sample_comes_once_though_a_node_is_lost_and_another_one_comes(
-    keep: str, tmp_path: Path
+def test_a_preempted_node_leaves_and_the_others_go_on(
+    job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    port = free_port()
-
-    def node() -> subprocess.Popen[str]:
-        return Popen(
-            [
-                *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2:3", "--insecure"),
-                *("--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-                *("--rdzv-id", "nodes", "--preload", "torch._dynamo", "--shutdown-timeout", "2"),
-                *("--rdzv-conf", "last_call_timeout=5"),
-                *(str(tmp_path / "train.py"), str(tmp_path), keep, str(BATCH[keep])),
-            ],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    started = [node()]
-    try:
-        wait_until(lambda: listens(port), "a store")
-        started += [node() for _ in range(2)]
-        wait_until((tmp_path / "small").exists, "training with two nodes")
-        started.append(node())
-        said = [each.communicate(timeout=150)[1] for each in started]
-    finally:
-        for each in started:
-            each.kill()
-            each.wait()
-    assert sorted(each.returncode for each in started) == [-signal.SIGKILL, 0, 0, 0], said
-    # All ranks are told, once for each change.
-    for rank in range(2):
-        lines = (tmp_path / f"resized {rank}").read_text().splitlines()
-        assert [json.loads(line)[1:] for line in lines] == [[3, 2], [2, 3]], said
-    steps = trained_on(tmp_path)
-    assert sorted(each for step in steps for each in step) == list(range(LENGTH))
-    # Three ranks take 6 samples per step. Two take 6 or 4.
-    lengths = [len(each) for each in steps]
-    if keep == "global":
-        assert lengths == [6] * 15
-    else:
-        assert lengths[:3] == [6, 6, 6]
-        assert lengths.count(4) >= 2
-        assert max(lengths) == 6
-    # As one process that trains on the same samples.
-    parameters = alone(steps)
-    for rank in range(3):
-        for name, value in torch.load(tmp_path / f"end {rank}").items():
-            torch.testing.assert_close(value, parameters[name], rtol=1e-5, atol=1e-6)
+    it = job(1, 3)
+    it.hold_at(10)
+    for _ in range(3):
+        it.start()
+    it.wait(lambda: len(it.at(10)) == 6, "six ranks train")
+    before = set(it.steps())
+    it.nodes[2].send_signal(signal.SIGTERM)
+    it.hold_at(30)
+    it.wait(lambda: len(it.at(30)) == 4, "four ranks go on")
+    assert set(it.at(30)) < before
+    it.go_on()
+    for node in it.nodes:
+        node.wait(120)
+    check(it, tmp_path)
 
 
-def trained_on(folder: Path) -> list[list[int]]:
-    """The samples of each step that counted: those that a later generation has trained again, behind its checkpoint, did not."""
-    found: dict[int, dict[tuple[int, int], list[int]]] = {}
-    for rank in range(3):
-        for line in (folder / f"ids {rank}").read_text().splitlines():
-            generation, _, step, ids = json.loads(line)
-            found.setdefault(step, {})[generation, rank] = ids
-    steps = []
-    for _, parts in sorted(found.items()):
-        last = max(generation for generation, _ in parts)
-        steps.append([each for (when, _), ids in parts.items() if when == last for each in ids])
-    return steps
+def test_a_script_that_counts_on_its_rank_starts_again(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    it = job(1, 2)
+    it.words.append("--fixed")
+    it.hold_at(10)
+    for _ in range(2):
+        it.start()
+    it.wait(lambda: list(it.steps().values()).count(10) == 4, "four ranks train")
+    before = set(it.steps())
+    it.kill(it.nodes[1])
+    it.wait(lambda: before.isdisjoint(it.steps()) and len(it.at(10)) == 2, "two other ranks train")
+    it.go_on()
+    it.nodes[0].wait(120)
+    check_end(tmp_path)
 
 
-def alone(steps: list[list[int]]) -> dict[str, torch.Tensor]:
-    made: dict[str, object] = {"torch": torch}
-    exec(DATA, made)
-    x, y = made["data"]()  # type: ignore[operator]
-    torch.manual_seed(0)
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for ids in steps:
-        nn.functional.cross_entropy(net(x[ids]), y[ids]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net.state_dict()
+def test_steps_under_way_are_repeated_with_their_samples_shared_anew(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Nodes are lost and come while steps run, at any moment of them."""
+    it = job(1, 3)
+    for _ in range(3):
+        it.start()
+    for number in range(1, 6):
+        it.wait(lambda step=60 * number: len(it.at(step)) >= 2, "some ranks train")
+        living = [node for node in it.nodes if node.poll() is None]
+        if number % 2:
+            it.kill(living[number % len(living)])
+        else:
+            it.start()
+            it.start()
+    for node in it.nodes:
+        node.wait(120)
+    check_end(tmp_path)
+    assert "ranks go on at step" in it.output()

@@ -78,6 +78,77 @@ def test_a_new_node_0_serves_another_store():
     assert kept.port == 0
 
 
+SIX: dict[str, Any] = {"workers": (2, 2, 2), "resizes": True}
+
+
+@pytest.mark.parametrize(
+    ("why", "records", "workers", "found"),
+    [
+        (
+            "fewer nodes",
+            [member(0, **SIX), member(2, **SIX)],
+            [2, 2],
+            {"keepers": {0, 1}, "before": (2, 2, 2), "were": (0, 2), "origins": (0, 2)},
+        ),
+        (
+            "without the one that has the store",
+            [member(2, **SIX), member(1, **SIX)],
+            [2, 2],
+            {"keepers": {0, 1}, "before": (2, 2, 2), "were": (2, 1), "origins": (2, 1), "port": 0},
+        ),
+        (
+            "one more",
+            [member(0, **SIX), member(1, **SIX), member(2, **SIX), NEW],
+            [2, 2, 2, 2],
+            {"keepers": {0, 1, 2}, "were": (0, 1, 2, -1), "origins": (0, 1, 2, 2)},
+        ),
+        (
+            "as many, with other ranks",
+            [member(2, **SIX), NEW, member(1, **SIX)],
+            [2, 2, 2],
+            {"keepers": {0, 2}, "were": (2, -1, 1), "origins": (2, 1, 1), "port": 0},
+        ),
+        (
+            "one comes after others have gone",
+            [
+                member(0, **{**SIX, "workers": (2, 2), "first": (2, 2, 2), "origin": 0}),
+                member(1, **{**SIX, "workers": (2, 2), "first": (2, 2, 2), "origin": 2}),
+                NEW,
+            ],
+            [2, 2, 2],
+            {"keepers": {0, 1}, "before": (2, 2), "were": (0, 1, -1), "origins": (0, 2, 2)},
+        ),
+        (
+            "a lost one is replaced after others have gone",
+            [
+                member(0, **{**SIX, "workers": (2, 2), "first": (2, 2, 2), "origin": 1}),
+                NEW,
+            ],
+            [2, 2],
+            {"keepers": {0}, "before": (), "were": (), "origins": (1, 1)},
+        ),
+        ("one cannot", [member(0, **SIX), member(2, **{**SIX, "resizes": False})], [2, 2], None),
+        ("a new one has other workers", [member(0, **SIX), member(1, **SIX), NEW], [2, 2, 4], None),
+        ("one has fewer workers now", [member(0, **SIX), member(1, **SIX)], [2, 1], None),
+        (
+            "a new one, and nobody has records",
+            [NEW, *(member(each, **SIX, has_records=False) for each in (1, 2, 0))],
+            [2, 2, 2, 2],
+            None,
+        ),
+    ],
+)
+def test_who_goes_on_in_another_number(why, records, workers, found):
+    kept = decide(records, workers)
+    if found is None:
+        assert kept is None, why
+        return
+    assert kept is not None, why
+    assert {name: getattr(kept, name) for name in found} == found, why
+    assert kept.first == (2, 2, 2)
+    assert Kept.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+
+
 def test_how_many_nodes_it_takes():
     assert wanted([member(0), NEW]) == 3
     assert wanted([NEW, RESTARTS]) == 0
@@ -88,7 +159,10 @@ JSON = st.recursive(
     lambda each: (
         st.lists(each, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["held", "workers", "generation", "replaced", "keepers", "port"]), each
+            st.sampled_from(
+                ["held", "workers", "generation", "replaced", "keepers", "port", "first", "were"]
+            ),
+            each,
         )
     ),
     max_leaves=8,

@@ -37,7 +37,9 @@ from rallypoint.launch.policy import (
     ReportRestart,
     RoundFormed,
     SessionEntered,
+    SessionFixed,
     SessionLeft,
+    SessionMet,
     SignalReceived,
     SignalWorkers,
     StartWorkers,
@@ -788,6 +790,66 @@ def kept_round(**changes) -> RoundFormed:
     """Node 2 is new."""
     given = {"nodes": 3, "keepers": frozenset({0, 1}), "is_keeper": True, "replaced": 3, **changes}
     return RoundFormed(2, 1, **given)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_a_session_that_can_have_more_ranks_meets_a_node_that_waits(nodes):
+    inside = frozenset(range(nodes))
+    state = on_three_nodes(
+        nodes=nodes, in_session=inside, resizes=True, kept=frozenset({0}), arriving=frozenset({1})
+    )
+    waits = policy.decide(0.0, state, NodeWaiting())
+    assert waits.state.phase is Phase.REJOINING
+    assert waits.commands == (HoldWorkers(), Join(1, 0, Verdict.CHANGED))
+    met = policy.decide(0.1, waits.state, kept_round(nodes=nodes + 1, keepers=inside, grows=True))
+    assert met.commands == (KeepWorkers(()),)
+    assert met.state.without_survivors == {nodes}
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("a worker cannot", {"resizes": False}),
+        ("a worker is not in the session", {"kept": frozenset({0})}),
+        ("another node is not in it", {"in_session": frozenset({0, 1})}),
+    ],
+)
+def test_otherwise_all_start_again_when_a_node_waits(why, changes):
+    state = on_three_nodes(**{"resizes": True, **changes})
+    decision = policy.decide(0.0, state, NodeWaiting())
+    assert (decision.state.phase, decision.state.aim) == (Phase.STOPPING, Aim.RESTART), why
+
+
+def test_whether_a_session_can_have_more_ranks_is_known_once_all_workers_are_in_it():
+    told = policy.decide(0.0, state(elastic=True, num_nodes=2), RoundFormed(2, nodes=2)).state
+    first = policy.decide(0.0, told, SessionEntered(0, resizes=True)).state
+    assert policy.decide(0.0, first, SessionEntered(1, resizes=True)).state.resizes
+    assert not policy.decide(0.0, first, SessionEntered(1)).state.resizes
+    assert not policy.decide(0.0, first, SessionFixed()).state.resizes
+
+
+def extra() -> State:
+    """A node whose two workers come in addition to those of nodes 0 and 1."""
+    event = RoundFormed(2, 1, 0, nodes=3, keepers=frozenset({0, 1}), replaced=1, grows=True)
+    formed = policy.decide(0.0, state(elastic=True, num_nodes=3, max_losses=4), event)
+    assert formed.commands == (StartWorkers(takes_over=True),)
+    return formed.state
+
+
+def test_a_node_whose_workers_cannot_come_to_a_session_leaves_the_others_alone():
+    failed = policy.decide(0.0, extra(), WorkerEnded(0, failed=True))
+    assert failed.commands[0] == TellPeers("leaving")
+    assert failed.state.aim is Aim.FAIL
+    met = policy.decide(0.0, extra(), SessionMet()).state
+    lost = policy.decide(0.0, replace(met, kept=met.running), WorkerEnded(0, failed=True))
+    assert lost.commands == (TellLoss(0, survivors=True),)
+
+
+def test_a_node_that_comes_to_a_session_as_it_ends_ends_well():
+    ended = policy.decide(0.0, extra(), NodeInSession(0, inside=False))
+    assert (ended.state.phase, ended.state.aim) == (Phase.STOPPING, Aim.SUCCEED)
+    met = policy.decide(0.0, extra(), SessionMet()).state
+    assert policy.decide(0.0, met, NodeInSession(0, inside=False)).state.phase is Phase.RUNNING
 
 
 def test_workers_of_a_session_are_held_until_the_nodes_have_met_again():

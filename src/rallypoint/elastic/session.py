@@ -26,7 +26,7 @@ from .loops import loader_state
 from .loops.course import Course, Doing
 from .loops.loader_generators import LoaderGenerators
 from .loops.loader_iterators import LoaderIterators
-from .loops.loaders import begun_in
+from .loops.loaders import begun_in, loaders_in, samplers_in
 from .loops.local_values import LocalValues
 from .loops.own_state import OwnState
 from .loops.rng import RandomState, keep_local
@@ -112,6 +112,10 @@ class Session:
         self._behind_break: RandomState | None = None  # of a loop, where this process begins
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
+        self._resizes = False  # in the same processes
+        self._renews = (
+            False  # the loop over batches has another number of ranks from the next batch on
+        )
         self._has_begun = False
         self._local = LocalValues()
 
@@ -145,8 +149,8 @@ class Session:
         """
         return self._local
 
-    def on_resize(self, callback: Callable[[int, int], object]) -> None:
-        """Have a function called when training continues on another number of ranks than its checkpoint had.
+    def on_resize(self, callback: Callable[[int, int], object], *, in_place: bool = False) -> None:
+        """Have a function called when training continues on another number of ranks.
 
         .. code-block:: python
 
@@ -156,15 +160,20 @@ class Session:
                 ...
 
         Args:
-            callback: called on all ranks with the numbers of ranks before and now, once the checkpoint is loaded. It may change
-                what the session holds, such as an optimizer, and nothing else: a process that takes a lost one over gets
+            callback: called on all ranks with the numbers of ranks before and now, once the checkpoint is loaded, or all have met. It may
+                change what the session holds, such as an optimizer, and nothing else: a process that takes a lost one over gets
                 that from the others, and does not call it. The next checkpoint has the change.
+            in_place: the script asks for its rank and the number of ranks wherever it needs them, so both may change as it runs. Then a
+                session over several nodes (``--nnodes MIN:MAX``) goes on in the same processes when a node is lost and no other takes
+                its place, or when one joins. This takes replicated state, groups of all ranks only, and loops over loaders with an
+                :class:`.Sampler`. Otherwise all workers are started again.
         Raises:
             ElasticError: the session has begun.
         """
         if self._has_begun:
             raise ElasticError("session.on_resize: the session has begun; call it before `with`")
         self._on_resize.append(callback)
+        self._resizes = self._resizes or in_place
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, from the one under way on.
@@ -227,6 +236,9 @@ class Session:
             while True:
                 is_fresh = course.approach_batch()
                 keeping.approach_batch()
+                if self._renews:
+                    self._renews = False
+                    course.renew(OwnState(course.steps, course.place, RandomState.now()))
                 if course.is_back:
                     iterator = self._iterator_of(loader)
                     continue
@@ -340,8 +352,11 @@ class Session:
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
+        self._resizes = self._resizes and not self._objects.is_sharded and kept.groups.are_of_all
+        told = {"sharded": sharded, "saves": saves, "resizes": self._resizes}
         if kept.takes_over:
-            held = kept.link.enter(kept.generation, rank, None, sharded=sharded, saves=saves)
+            held = kept.link.enter(kept.generation, rank, None, **told)
+            kept.settle()
             memory = Memory(held)
             if held is None:
                 kept.link.give(memory.fd)
@@ -359,12 +374,13 @@ class Session:
             # Before anybody counts on this rank: with sharded state, there is a snapshot to go back to from now on.
             self._keeping.begin()
             kept.publish()
-            kept.link.enter(kept.generation, rank, memory.fd, sharded=sharded, saves=saves)
+            kept.link.enter(kept.generation, rank, memory.fd, **told)
             try:
                 meeting.compare()
             except ElasticError:
                 kept.link.tell({"kind": "kept refused"})
                 raise
+        self._heed_resize()
         self._random_behind = RandomState.now()
         meeting.count_anew()
         for each in kept.groups:
@@ -411,14 +427,16 @@ class Session:
     def _prepare(self, kept: KeptProcess, memory: Memory) -> Meeting:
         objects, course = self._objects, self._course
         copies = None
-        if kept.nodes > 1 and self._num_copies > 1:
+        if (kept.nodes > 1 or self._resizes) and self._num_copies > 1:
             rank, size = dist.get_rank(), dist.get_world_size()
             copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
         if objects.is_sharded:
             snapshots = Snapshots(objects, memory.fd, self._every, copies)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
-            self._keeping = Replicated(objects, course, memory, self._catch_up, copies)
+            self._keeping = Replicated(
+                objects, course, memory, self._catch_up, copies, resizes=self._resizes
+            )
         self._memory = memory
         self._meeting = Meeting(kept, objects, course, self._keeping, memory, copies)
         return self._meeting
@@ -426,6 +444,22 @@ class Session:
     def _catch_up(self, error: BaseException | None = None) -> None:
         assert self._meeting is not None
         self._meeting.catch_up(error)
+        self._heed_resize()
+
+    def _heed_resize(self) -> None:
+        """If the last meeting was one of another number of ranks: share the samples among these, and tell the script."""
+        meeting, kept = self._meeting, self._kept
+        if meeting is None or kept is None or not kept.was_resized:
+            return
+        size = dist.get_world_size()
+        self._course.resize(size)
+        if meeting.has_moved:
+            meeting.has_moved, self._renews = False, self._course.in_batches
+            if self._checkpoints is not None:
+                self._checkpoints.resize(dist.get_rank(), size, boards(lambda: kept.address))
+        before, meeting.ranks = meeting.ranks, size
+        for callback in self._on_resize if before != size else ():
+            callback(before, size)
 
     def _check_way(self) -> None:
         if self._course.has_strayed:
@@ -488,7 +522,15 @@ class Session:
         meeting.whole = meeting.whole and not self._has_changed()
         before = course.steps
         meeting.recover(error)
+        is_fresh = course.in_body and not self._is_task and not course.place.done
+        if meeting.has_moved and is_fresh and course.steps == before:
+            # Nobody has trained on this batch: it comes again, shared in another way.
+            assert isinstance(self._keeping, Replicated)
+            self._heed_resize()
+            self._renews = False
+            course.go_back(self._keeping.before_batch())
         course.note_loss(before, is_task=self._is_task, goes_back=self._objects.is_sharded)
+        self._heed_resize()
         return True
 
     def _has_changed(self) -> bool:
@@ -678,6 +720,10 @@ class Session:
 
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
+        if self._resizes and self._kept is not None and not samplers_in(loaders_in(loader)):
+            # What another number of ranks would read of it, nobody knows.
+            self._resizes = False
+            self._kept.link.tell({"kind": "kept fixed"})
         own = course.begin_batches()
         if own is None or own.place.begun is None:
             epoch = course.place.epoch if self._in_epochs else self._iterations - 1

@@ -140,6 +140,11 @@ def register(group: Any, backend: str, store: Any, name: str, description: str, 
     )
 
 
+def set_members(group: Any, ranks: Sequence[int]) -> None:
+    """From now on, a group that torch knows has these members: global ranks, in the order of their group ranks."""
+    _c10d._world.pg_group_ranks[group] = {each: at for at, each in enumerate(ranks)}
+
+
 def group_by_tag(tag: Any, ranks: Sequence[int]) -> Any:
     """An existing group with the same tag and ranks, and its store; None if there is none."""
     if tag in (None, ""):

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,9 +217,17 @@ class Generation:
         self._workers[index] = worker
         self._by_name[worker.name] = worker
 
-    def continue_as(self, number: int) -> None:
-        """The workers go on in another generation."""
-        self.number = number
+    def continue_as(self, number: int, node_rank: int, ranks: Iterable[WorkerRanks]) -> None:
+        """The workers go on in another generation.
+
+        Args:
+            number: of the generation.
+            node_rank: this node's rank in it.
+            ranks: of the workers.
+        """
+        self.number, self._node_rank = number, node_rank
+        for worker, its in zip(self._workers, ranks, strict=True):
+            worker.ranks = its
 
     def failure_of(self, worker: Worker) -> WorkerFailure:
         """How a worker failed."""

@@ -600,6 +600,7 @@ class Supervisor:
                             event.is_keeper,
                             event.replaced,
                             event.ages,
+                            event.kept is not None and bool(event.kept.before),
                         )
                     )
                 case ServeStore():
@@ -707,10 +708,20 @@ class Supervisor:
         why, self._causes.lost = self._causes.lost or "a node is lost", ""
         self._signals.peers_stop = False
         self._causes.of_peers = ()
+        ready = self._now.round
+        assert ready is not None
+        assert ready.kept is not None
+        if not ready.kept.port:
+            self._serve_workers_store(ready)
         self._close_store_socket()
         self._replacements.keep(lost, why)
-        assert self._now.round is not None
-        self._hung.begin(self._now.round)
+        self._hung.begin(ready)
+
+    def _serve_workers_store(self, ready: RoundReady) -> None:
+        if ready.node_rank == 0 and self._store_socket is not None:
+            self._store_name = f"store {ready.generation}"
+            message = {"do": "store", "name": self._store_name, "port": ready.master_port}
+            self._server.channel.send(message, [self._store_socket.fileno()])
 
     def _start_workers(self) -> None:
         ready = self._now.round
@@ -718,10 +729,7 @@ class Supervisor:
         self._start_is_due = False
         self._signals.begin()
         self._causes.begin()
-        if ready.node_rank == 0 and self._store_socket is not None:
-            self._store_name = f"store {ready.generation}"
-            message = {"do": "store", "name": self._store_name, "port": ready.master_port}
-            self._server.channel.send(message, [self._store_socket.fileno()])
+        self._serve_workers_store(ready)
         self._close_store_socket()
         takes_over = ready.kept is not None
         self._now.workers = Generation(ready.generation, ready.node_rank)
@@ -761,10 +769,14 @@ class Supervisor:
                 self._kept.admit(worker, self._now.round)
                 if self._now.state.phase is Phase.REJOINING:
                     self._kept.hold(self._now.workers)
-                self._decide(policy.SessionEntered(index, sharded=record.get("sharded") is True))
+                sharded, resizes = (record.get(name) is True for name in ("sharded", "resizes"))
+                self._decide(policy.SessionEntered(index, sharded=sharded, resizes=resizes))
                 self._replacements.start_spares_soon()
             case "kept recovered":
                 self._kept.note_recovery(record, len(self._now.state.running))
+                self._decide(policy.SessionMet())
+            case "kept fixed":
+                self._decide(policy.SessionFixed())
             case "kept left":
                 worker.in_session = False
                 self._decide(policy.SessionLeft(index))

@@ -4,9 +4,13 @@ Workers in a session survive the loss of a node. A node that holds such workers 
 these nodes have the ranks that they had, as many nodes take part as before, and each has as many workers, then
 ranks and world size stay: the workers continue, and the nodes in the free places start the lost ones anew.
 
-The lost ones' set-up is recorded in the workers' store, on node 0, and the next node has a copy of each node's records. If the store
-is lost together with a node and the next one, nobody has them, and all workers start anew. A worker that takes a lost one's
-place has no records until it is in the session.
+Workers whose session can go on with another number of ranks (*resizes*) also continue if fewer or more nodes take part, or others have
+their ranks: each gets a new rank.
+
+A new worker runs the script's set-up with the ranks of the session's *first* round, as all others have, in the place of one that
+was there then (its node's *origin*). The set-up of each is recorded in the workers' store, on node 0, and the next node has a copy of
+each node's records. If the store is lost together with a node and the next one, nobody has them, and all workers start anew. A
+worker that takes a lost one's place has no records until it is in the session.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ class Held:
         has_state: whether any of them is in the session, not only about to enter it.
         has_records: whether all of them are, so that no record of theirs, and no copy that they have, is missing.
         port: of their store, on node 0.
+        resizes: they can go on with another number of ranks.
+        first: number of workers of each node in the session's first round; empty: as ``workers``.
+        origin: the rank of the node in that round whose set-up they have run.
     """
 
     generation: int
@@ -37,6 +44,9 @@ class Held:
     has_state: bool = True
     has_records: bool = True
     port: int = 0
+    resizes: bool = False
+    first: tuple[int, ...] = ()
+    origin: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -46,6 +56,8 @@ class Held:
             "has_state": self.has_state,
             "has_records": self.has_records,
             "port": self.port,
+            **({"resizes": True} if self.resizes else {}),
+            **({"first": list(self.first), "origin": self.origin} if self.first else {}),
         }
 
     @classmethod
@@ -60,6 +72,9 @@ class Held:
             has_state=held.get("has_state") is True,
             has_records=held.get("has_records") is True,
             port=fields.number(held.get("port")),
+            resizes=held.get("resizes") is True,
+            first=_numbers(held.get("first")),
+            origin=fields.number(held.get("origin")),
         )
 
 
@@ -70,15 +85,34 @@ class Kept:
     Args:
         keepers: the ranks of these nodes.
         replaced: how many workers were replaced since the session began: the most that any of them knows of.
-        port: of the workers' store on node 0; 0 if node 0 is new and serves another one.
+        port: of the workers' store on node 0; 0 if node 0 has to serve another one.
+        first: number of workers of each node in the session's first round; empty: as in this one, and so are all ranks.
+        origins: by rank of the node, the one in the first round whose set-up its workers run, or have run.
+        before: number of workers of each node in the last round, if ranks have changed since; else empty.
+        were: by rank of the node, the one that it had in the last round; -1: it was not in it.
     """
 
     keepers: frozenset[int]
     replaced: int
     port: int
+    first: tuple[int, ...] = ()
+    origins: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+    were: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"keepers": sorted(self.keepers), "replaced": self.replaced, "port": self.port}
+        lists = {
+            "first": self.first,
+            "origins": self.origins,
+            "before": self.before,
+            "were": self.were,
+        }
+        return {
+            "keepers": sorted(self.keepers),
+            "replaced": self.replaced,
+            "port": self.port,
+            **{name: list(each) for name, each in lists.items() if each},
+        }
 
     @classmethod
     def from_json(cls, kept: object) -> Self | None:
@@ -89,6 +123,10 @@ class Kept:
             keepers=frozenset(fields.number(each) for each in kept["keepers"]),
             replaced=fields.number(kept.get("replaced")),
             port=fields.number(kept.get("port")),
+            first=_numbers(kept.get("first")),
+            origins=_numbers(kept.get("origins")),
+            before=_numbers(kept.get("before")),
+            were=_numbers(kept.get("were"), least=-1),
         )
 
 
@@ -99,34 +137,80 @@ def wanted(records: Iterable[Mapping[str, Any]]) -> int:
 
 
 def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept | None:
-    """Whether the nodes keep their workers.
+    """Whether the nodes keep their workers, and who is who from now on.
 
     Args:
         records: of the round's nodes, in the order of their new ranks.
         workers: number of workers of each.
     """
-    keepers: dict[int, Held] = {}
+    keepers: dict[int, tuple[int, Held]] = {}
     for rank, record in enumerate(records):
         last = record.get("last_rank")
         if not isinstance(last, int):
             continue  # a newcomer
         held = Held.from_json(fields.facts_in(record).get("held"))
-        if held is None or last != rank:
+        if held is None:
             return None
-        keepers[rank] = held
-    same = {(each.generation, each.workers) for each in keepers.values()}
-    if len(same) != 1 or not any(each.has_state for each in keepers.values()):
+        keepers[rank] = last, held
+    same = {(each.generation, each.workers, each.first) for _, each in keepers.values()}
+    if len(same) != 1 or not any(each.has_state for _, each in keepers.values()):
         return None
-    ((_, before),) = same
-    if before != tuple(workers):
+    ((_, before, first),) = same
+    places = {(last, rank) for rank, (last, _) in keepers.items()}
+    if any(not 0 <= last < len(before) or before[last] != workers[rank] for last, rank in places):
         return None
-    count = len(records)
-    whole = {node for node, each in keepers.items() if each.has_records}
-    pairs_lost = any(not {node, (node + 1) % count} & whole for node in range(count))
-    if 0 not in keepers and pairs_lost:
+    stays = before == tuple(workers) and all(last == rank for last, rank in places)
+    if not stays and not all(each.resizes for _, each in keepers.values()):
         return None
+    has_store = 0 in keepers and keepers[0][0] == 0
+    origins = _origins(keepers, first, workers, stays=stays, has_store=has_store)
+    if origins is None:
+        return None
+    is_first = stays and not first
+    were = (
+        ()
+        if stays
+        else (keepers[rank][0] if rank in keepers else -1 for rank in range(len(records)))
+    )
     return Kept(
         keepers=frozenset(keepers),
-        replaced=max(each.replaced for each in keepers.values()),
-        port=keepers[0].port if 0 in keepers else 0,
+        replaced=max(each.replaced for _, each in keepers.values()),
+        port=keepers[0][1].port if has_store else 0,
+        first=() if is_first else first or before,
+        origins=() if is_first else origins,
+        before=() if stays else before,
+        were=tuple(were),
     )
+
+
+def _origins(
+    keepers: Mapping[int, tuple[int, Held]],
+    first: Sequence[int],
+    workers: Sequence[int],
+    *,
+    stays: bool,
+    has_store: bool,
+) -> tuple[int, ...] | None:
+    """Whose set-up each node's workers run, or have run; None if a new node would find no records of any."""
+    count = len(workers)
+    if stays and not first:
+        whole = {node for node, (_, each) in keepers.items() if each.has_records}
+        pairs_lost = any(not {node, (node + 1) % count} & whole for node in range(count))
+        return None if pairs_lost and not has_store else tuple(range(count))
+    # A new node's workers do what those of another one have done: each of their groups has all ranks, and gives them the same.
+    of_keepers = {rank: each.origin if first else last for rank, (last, each) in keepers.items()}
+    known = {
+        workers[rank]: origin
+        for rank, origin in of_keepers.items()
+        if has_store or keepers[rank][1].has_records
+    }
+    found = [
+        of_keepers[rank] if rank in of_keepers else known.get(workers[rank], -1)
+        for rank in range(count)
+    ]
+    return None if -1 in found else tuple(found)
+
+
+def _numbers(value: object, least: int = 0) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else []
+    return tuple(each if type(each) is int and each >= least else least for each in found)

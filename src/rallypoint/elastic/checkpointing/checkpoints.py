@@ -117,6 +117,16 @@ class Checkpoints:
         self._new_board = new_board
         self._board = None if new_board is None else new_board()
 
+    def resize(self, rank: int, size: int, new_board: Callable[[], Board] | None) -> None:
+        """The session goes on with another number of ranks. Arguments as for :meth:`begin`.
+
+        One that is being written is left out if it needs a rank that is lost.
+        """
+        self._rank, self._size = rank, size
+        self._new_board = new_board
+        self._board = None if new_board is None else new_board()
+        self._last_step = None
+
     # -- at the start -----------------------------------------------------------------------------
 
     def load(self) -> Loaded | None:
@@ -365,7 +375,7 @@ class Checkpoints:
             step=own.steps,
             epoch=own.place.epoch,
             batch=own.place.batch,
-            ranks=self._size,
+            ranks=len(owns),
             time=clock.wall(),
             objects=tuple(self._state.roles),
             files=files,

@@ -133,9 +133,25 @@ class KeptGroup(dist.ProcessGroup):
         rank_watch.note()
         return self._rank
 
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    # C++ asks for these two.
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return len(self.members)
+
     def become(self, rank: int) -> None:
         """Be another rank from now on."""
         self._rank = rank
+
+    def resize(self, rank: int, size: int) -> None:
+        """In a group of all ranks, without connections: be this rank of so many from now on."""
+        self._rank, self.members = rank, tuple(range(size))
+        torch_private.set_members(self, self.members)
 
     # -- what is not a collective ------------------------------------------------------------------
 
@@ -244,6 +260,16 @@ class Groups:
         """In a spare, which has made only groups of all ranks, or keeps its rank: be another global rank from now on."""
         for group in self._groups:
             group.become(group.members.index(rank))
+
+    @property
+    def are_of_all(self) -> bool:
+        """Whether each has all ranks as its members."""
+        return all(group.members == self._groups[0].members for group in self._groups)
+
+    def resize(self, rank: int, size: int) -> None:
+        """There are so many ranks from now on, and this process is one of them. Each group has all ranks, and no connections."""
+        for group in self._groups:
+            group.resize(rank, size)
 
     def _make(
         self,

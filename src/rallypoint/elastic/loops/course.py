@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 
+from . import sample_order
 from .own_state import OwnState, Place
 from .rng import RandomState
 
@@ -187,7 +188,9 @@ class Course:
             is_task: it is a function's.
             goes_back: a loss leads all ranks back to a snapshot, which has set the place.
         """
-        if self.steps == before and not self.is_back:
+        if self.steps == before and self.is_back:
+            return
+        if self.steps == before:
             self.repeats = self._is_void = not is_task
         elif not goes_back:
             # It was complete elsewhere.
@@ -205,6 +208,16 @@ class Course:
         self._until_task = own.is_task and not own.place.in_body and not self._tasks_to_skip
         return self._until_task
 
+    def resize(self, ranks: int) -> None:
+        """So many ranks share the samples from now on: from the first batch on that no step has trained on."""
+        self.place = _resized(self.place, ranks)
+        if self._resume is not None:
+            self._resume = replace(self._resume, place=_resized(self._resume.place, ranks))
+
+    def renew(self, own: OwnState) -> None:
+        """The iteration of the loop under way begins anew at this place, with the next batch."""
+        self._resume, self.is_back = own, True
+
     def go_back(self, own: OwnState) -> None:
         """A loss leads back to a snapshot with fewer steps."""
         # What loaders have for themselves has stayed here, but for the loop that is under way.
@@ -214,3 +227,10 @@ class Course:
         else:
             # It was taken where a loop over batches ended.
             self.place = replace(self.place, in_body=False)
+
+
+def _resized(place: Place, ranks: int) -> Place:
+    if not place.sizes:
+        return place
+    first = place.batch + bool(place.done)
+    return replace(place, sizes=sample_order.resized(place.sizes, first, ranks))

@@ -123,7 +123,8 @@ class LoaderIterators:
         """After a checkpoint, the epoch may go on with another number of ranks."""
         # Checkpoints of earlier versions do not tell them; there, the batch of a step stayed.
         sizes = own.place.sizes or ((0, ranks),)
-        sizes = sample_order.resized(sizes, own.place.batch, ranks)
+        if sizes[-1][1] != ranks:
+            sizes = sample_order.resized(sizes, own.place.batch, ranks)
         self._course.place = replace(self._course.place, sizes=sizes)
         return replace(own, place=replace(own.place, sizes=sizes))
 

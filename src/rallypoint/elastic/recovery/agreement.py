@@ -32,6 +32,7 @@ class Standing:
         lacks_own: it takes a lost rank's place, and what that one kept was lost with its node.
         door: where it takes copies of other ranks' state: host, port and token; None if it takes none.
         guests: whose snapshots it has whole, and which.
+        ranks: how many ranks its state is for: what the script changes with that number (``Session.on_resize``) is done.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Standing:
     lacks_own: bool = False
     door: tuple[str, int, str] | None = None
     guests: tuple[tuple[int, tuple[Held, ...]], ...] = ()
+    ranks: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

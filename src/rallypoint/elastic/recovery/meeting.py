@@ -103,6 +103,8 @@ class Meeting:
         whole: this rank's state is that after its last complete step.
         begun: what the step under way began with; None between two steps.
         history: all recoveries that this process took part in.
+        ranks: how many ranks this process's state is for; whoever makes it one for another number sets it.
+        has_moved: this rank was another one, or one of another number, before the last meeting; whoever heeds it sets it to False.
     """
 
     def __init__(
@@ -115,7 +117,6 @@ class Meeting:
         copies: Copies | None = None,
     ) -> None:
         self._kept = kept
-        self._rank = dist.get_rank()
         self._objects = objects
         self._course = course
         self._keeping = keeping
@@ -126,10 +127,18 @@ class Meeting:
         self.whole = not kept.takes_over
         self.begun: Begun | None = None
         self.history: list[Recovery] = []
+        self.ranks = dist.get_world_size()
+        self.has_moved = False
         self._is_under_way = False
         self._unexplained = (
             0  # the id of an error for whose explanation this rank has waited in vain
         )
+
+    @property
+    def _rank(self) -> int:
+        default = self._kept.groups.default
+        assert default is not None
+        return default.getRank()
 
     @property
     def is_due(self) -> bool:
@@ -241,10 +250,15 @@ class Meeting:
 
     def _meet(self, notice: Notice) -> None:
         kept, course = self._kept, self._course
+        before = self._rank, dist.get_world_size()
         wiring = kept.form(notice)
         self._count_from(Stage.MEETS, notice.generation)
         if self._copies is not None:
             self._copies.drain()
+        if before != (self._rank, dist.get_world_size()):
+            self.has_moved = True
+            if self._copies is not None:
+                self._copies.resize(self._rank, dist.get_world_size())
         standings = self._introduce(wiring)
         # One may have stopped since it introduced itself. Gloo would not wait for it for long, and cannot be interrupted.
         self._count_from(Stage.KNOWN, notice.generation)
@@ -252,11 +266,13 @@ class Meeting:
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
         verdict = judge(standings)
-        before, is_new = course.steps, self._is_new
+        steps, is_new = course.steps, self._is_new
         self._share_place(wiring, verdict, standings)
         buffers = self._share_buffers(wiring, verdict)
         self._undo_step(verdict)
         moved = self._exchange(verdict)
+        if verdict.source is not None and self._rank in verdict.receivers:
+            self.ranks = standings[verdict.source].ranks
         self._settle(verdict, buffers)
         self._connect_copies(standings, notice.generation)
         self._barrier()
@@ -271,7 +287,7 @@ class Meeting:
             formed=formed - notice.at,
             transferred=clock.MONOTONIC.now() - formed,
             bytes_moved=moved,
-            redone=0 if is_new else max(0, before - verdict.steps),
+            redone=0 if is_new else max(0, steps - verdict.steps),
         )
         self.history.append(recovery)
         record = {
@@ -307,6 +323,7 @@ class Meeting:
             lacks_own=self._lacks_own,
             door=None if door is None else (door.host, door.port, door.token),
             guests=() if copies is None else copies.guests.held(),
+            ranks=self.ranks,
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         ranks = range(dist.get_world_size())

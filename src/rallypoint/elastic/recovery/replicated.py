@@ -34,6 +34,8 @@ class Replicated:
         memory: None where nothing can be kept.
         catch_up: recovers from a loss, if there is one.
         copies: on other nodes, if there are any.
+        resizes: the session may go on with another number of ranks, which share the samples of a batch in another way: with a batch in
+            hand, nobody is met before its step begins.
     """
 
     def __init__(
@@ -43,8 +45,11 @@ class Replicated:
         memory: Memory | None,
         catch_up: Callable[[], None],
         copies: Copies | None = None,
+        *,
+        resizes: bool = False,
     ) -> None:
         self._copies = copies
+        self._resizes = resizes
         self._objects = objects
         self._course = course
         self._memory = memory
@@ -68,6 +73,8 @@ class Replicated:
         pass
 
     def approach_batch(self) -> None:
+        if self._resizes:
+            self._catch_up()
         if not self._course.place.done:
             self._keep(is_task=False)
 
@@ -99,7 +106,8 @@ class Replicated:
     def begin_step(
         self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
     ) -> Begun:
-        self._catch_up()
+        if not (self._resizes and self._course.in_body):
+            self._catch_up()
         if self.random is not None:
             self.random.restore()
             self.random = None
@@ -184,6 +192,11 @@ class Replicated:
 
     def await_copies(self) -> None:
         pass
+
+    def before_batch(self) -> OwnState:
+        """This rank's own state before the batch in hand was fetched, of whose body nothing is complete."""
+        assert self.own is not None
+        return OwnState(self._course.steps, self._course.place, self.own.random)
 
     def take_copy(
         self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]

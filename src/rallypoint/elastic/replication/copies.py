@@ -99,6 +99,11 @@ class Copies:
         self._hang_up()
         self.guests.drain()
 
+    def resize(self, rank: int, size: int) -> None:
+        """There are so many ranks from now on, and this process is one of them. What was kept for others is not theirs any more."""
+        self._rank = rank
+        self.guests.resize(rank, size)
+
     def close(self) -> None:
         """The session ends."""
         self._hang_up()

@@ -17,7 +17,7 @@ import torch
 from rallypoint._core import addresses, env as environment, forks
 from rallypoint._core.threaded_listener import ThreadedListener
 from rallypoint.elastic.loops import own_state
-from rallypoint.elastic.storage.memory import Memory, newest_in
+from rallypoint.elastic.storage.memory import Memory, erase, newest_in
 from rallypoint.elastic.storage.schedule import Held
 from rallypoint.elastic.storage.slots import STRIDE, Slots
 from rallypoint.errors import ProtocolError
@@ -82,6 +82,15 @@ class Guests:
         """A loss: end all connections, once what has come is read. What a lost rank has sent last is here then."""
         if self._listener is not None:
             self._listener.drain(DRAINING)
+
+    def resize(self, rank: int, size: int) -> None:
+        """There are so many ranks from now on, and this process is one of them. The copies of before are nobody's.
+
+        Nobody is connected.
+        """
+        for each in range(self.size):
+            erase(self._fd, region(each))
+        self._rank, self.size = rank, size
 
     def close(self) -> None:
         """Stop listening; the memory stays."""

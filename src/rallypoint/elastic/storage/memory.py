@@ -49,6 +49,13 @@ def newest_in(fd: int, base: int) -> bytes | None:
     return None if found is None else found[1]
 
 
+def erase(fd: int, base: int) -> None:
+    """Forget the data in a memory."""
+    for at in (base + progress.SIZE, base + progress.SIZE + SLOT):
+        if os.fstat(fd).st_size >= at + _HEAD.size:
+            os.pwrite(fd, bytes(_HEAD.size), at)
+
+
 def packed(number: int, data: bytes) -> bytes:
     """A slot: number (from 1 on), data."""
     return _HEAD.pack(number, len(data), _checksum(number, data)) + data

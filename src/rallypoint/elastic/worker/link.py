@@ -2,9 +2,11 @@
 
 Worker to supervisor, one JSON record per line:
 
-- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false}``: this worker is in a session and can be kept. With the
-  record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``: nobody else
-  has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.
+- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false, "resizes": false}``: this worker is in a session and
+  can be kept. With the record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``:
+  nobody else has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.
+  ``resizes``: it can go on with another number of ranks.
+- ``{"kind": "kept fixed"}``: no, it cannot.
 - ``{"kind": "kept spare", "bound": "train.py:7 asks for the rank"}``: this worker has no place yet, and waits for one. ``bound``: why it
   can only be the rank that it has run the set-up as; empty if it can be any.
 - ``{"kind": "kept memory"}``: with a descriptor: a newcomer's memory, if that of the lost one was lost with its node.
@@ -23,7 +25,8 @@ Supervisor to worker:
 - ``{"kind": "become", "env": {"RANK": "3", …}}``: a spare gets a place: its variables, and with the record the descriptors of its stdout and
   stderr.
 - ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
-- ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation.
+- ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation. This record and
+  ``go`` have a ``place`` (``{"RANK": "1", "WORLD_SIZE": "2", …}``) if the session has had another number of ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint._core import clock, supervisor_line
@@ -63,6 +66,7 @@ class Notice:
     why: str = ""
     at: float = 0.0
     is_loss: bool = False
+    place: Mapping[str, str] = field(default_factory=dict)
 
 
 class Link:
@@ -100,6 +104,7 @@ class Link:
         *,
         sharded: bool,
         saves: bool = False,
+        resizes: bool = False,
     ) -> int | None:
         """Tell the supervisor that this worker can be kept. Blocks: until it answers.
 
@@ -107,6 +112,7 @@ class Link:
             memory: the descriptor of this rank's memory, if this process has made it.
             sharded: no other rank has this one's state.
             saves: this process takes a last checkpoint if the job is told to stop.
+            resizes: it can go on with another number of ranks.
         Returns:
             The descriptor of the memory of the lost rank that this process takes over.
         Raises:
@@ -118,6 +124,7 @@ class Link:
             "rank": rank,
             "sharded": sharded,
             "saves": saves,
+            "resizes": resizes,
         }
         data = json.dumps(record).encode() + b"\n"
         if memory is None:
@@ -233,6 +240,7 @@ class Link:
             why=str(record.get("why", "")),
             at=clock.MONOTONIC.now(),
             is_loss=record["kind"] == "lost",
+            place=record.get("place", {}),
         )
         with self._changed:
             if self._newest is None or notice.generation >= self._newest.generation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -34,7 +34,8 @@ class KeptProcess:
     Args:
         host, port: of the workers' store.
         generation: of this process's start.
-        rank: global.
+        rank: global; that with which it runs the script's set-up. In a session that goes on with another number of ranks, its
+            groups know the present one.
         node: the number of its node.
         nodes: how many there are.
         takes_over: whether it takes the place of a lost one.
@@ -60,6 +61,8 @@ class KeptProcess:
         self.takes_over = takes_over
         self._is_spare = is_spare
         self._has_entered = False
+        # The session has had another number of ranks.
+        self.was_resized = False
         self.recorder = Recorder()
         self._address = host, port
         self._records = Wiring(host, port, RECORDS)
@@ -138,11 +141,16 @@ class KeptProcess:
         """
         if self._holds or len(set(nodes)) < 2:
             return
-        holds = self._rank, *guests(nodes, self._rank)
+        holds: tuple[int, ...] = (self._rank,)
+        if not self.was_resized:
+            holds = self._rank, *guests(nodes, self._rank)
         records = self._records.store()
         for rank in holds:
-            for name, members in groups[rank]:
-                for key in setup_record.keys(name, members.index(rank)):
+            # Groups of a session that was resized have all ranks, on all ranks.
+            for name, members in groups[0 if self.was_resized else rank]:
+                for key in setup_record.keys(
+                    name, rank if self.was_resized else members.index(rank)
+                ):
                     value = records.peek(f"{RECORDS}/{key}")
                     if value is not None:
                         self._known[key] = value
@@ -167,6 +175,7 @@ class KeptProcess:
         """
         if (notice.host, notice.port) != self._address:
             self._store_again(notice.host, notice.port)
+        self._take_place(notice.place)
         wiring = self.wiring_of(notice.generation, notice.host, notice.port)
         self._forming = wiring
         self.link.meet(notice.generation)
@@ -174,6 +183,20 @@ class KeptProcess:
         if newest is not None and newest.generation > notice.generation:
             wiring.cut()
         return wiring
+
+    def settle(self) -> None:
+        """This process has run the set-up, and its supervisor has told where it belongs: be the rank that it is now."""
+        if (newest := self.link.newest) is not None:
+            self._take_place(newest.place)
+
+    def _take_place(self, place: Mapping[str, str]) -> None:
+        """The session goes on with another number of ranks than in its first round."""
+        if not place:
+            return
+        self.was_resized = True
+        environment.process_environment().update(place)
+        self.node, self.nodes = int(place["GROUP_RANK"]), int(place["GROUP_WORLD_SIZE"])
+        self.groups.resize(int(place["RANK"]), int(place["WORLD_SIZE"]))
 
     def _cut(self, notice: Notice) -> None:
         """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""

@@ -61,15 +61,10 @@ def worker_env(
         ConfigError: ``--virtual-local-rank`` with fewer visible devices than workers.
     """
     new = {
-        "RANK": str(ranks.rank),
-        "WORLD_SIZE": str(ranks.world_size),
+        **place_env(ranks),
         "LOCAL_RANK": str(ranks.local_rank),
         "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
-        "GROUP_RANK": str(ranks.group_rank),
-        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
         "ROLE_NAME": facts.role,
-        "ROLE_RANK": str(ranks.rank),
-        "ROLE_WORLD_SIZE": str(ranks.world_size),
         "MASTER_ADDR": facts.master_addr,
         "MASTER_PORT": str(facts.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(facts.restart_count),
@@ -90,6 +85,18 @@ def worker_env(
         new["LOCAL_RANK"] = "0"
         new["CUDA_VISIBLE_DEVICES"] = _own_device(env, ranks.local_rank)
     return new
+
+
+def place_env(ranks: WorkerRanks) -> dict[str, str]:
+    """The variables that change when a session goes on with another number of ranks."""
+    return {
+        "RANK": str(ranks.rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "GROUP_RANK": str(ranks.group_rank),
+        "GROUP_WORLD_SIZE": str(ranks.group_world_size),
+        "ROLE_RANK": str(ranks.rank),
+        "ROLE_WORLD_SIZE": str(ranks.world_size),
+    }
 
 
 def _own_device(env: Mapping[str, str], local_rank: int) -> str:

@@ -36,7 +36,9 @@ from .events import (
     PeersStopped,
     RoundFormed,
     SessionEntered,
+    SessionFixed,
     SessionLeft,
+    SessionMet,
     SignalReceived,
     Swept,
     WorkerEnded,
@@ -76,13 +78,30 @@ def decide(now: float, state: State, event: Event) -> Decision:
         case RoundFormed():
             return round_formed(now, state, event)
         case WorkerEnded(index, failed, symptom, again):
+            if failed and state.comes and state.is_extra and state.phase is Phase.RUNNING:
+                new = replace(state, running=state.running - {index})
+                return stop(now, new, Aim.FAIL, "the session goes on without it", tell="leaving")
             if failed and not again and sessions.can_replace(now, state, index):
                 return sessions.lose_worker(now, state, index)
             return _worker_ended(now, state, index, failed, symptom)
-        case SessionEntered(index, sharded):
-            return sessions.enter(replace(state, is_sharded=state.is_sharded or sharded), index)
+        case SessionEntered(index, sharded, resizes):
+            new = replace(
+                state,
+                is_sharded=state.is_sharded or sharded,
+                resizes=state.resizes and resizes,
+            )
+            return sessions.enter(new, index)
+        case SessionFixed():
+            return Decision(replace(state, resizes=False), (), "the number of ranks is fixed")
+        case SessionMet():
+            return Decision(replace(state, comes=False), (), "the workers of all nodes have met")
         case SessionLeft(index):
             return sessions.leave(now, state, index)
+        case NodeInSession(node_rank, False) if state.comes and state.phase is Phase.RUNNING:
+            why = (
+                f"node {node_rank} has left the session before this one's workers could come to it"
+            )
+            return stop(now, state, Aim.SUCCEED, why, tell=None)
         case NodeInSession(node_rank, inside):
             return sessions.note_node(state, node_rank, inside)
         case LossTold():
@@ -102,7 +121,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             why = f"node {node_rank} could not keep its workers"
             return _membership_changed(now, state, why, fatal=True)
         case NodeWaiting():
-            return _membership_changed(now, state, "a node waits to join", fatal=False)
+            return _node_waits(now, state)
         case PeersDone():
             state = replace(state, peers_done=True)
             if state.phase is Phase.WAITING:
@@ -188,19 +207,34 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
     return Decision(state, (), f"{why} while {state.phase}")
 
 
-def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
-    can_keep = (
-        state.elastic
-        and not is_own
+def _can_keep(state: State) -> bool:
+    """Whether the workers of this node may go on when the nodes have met again."""
+    return (
+        state.phase is Phase.RUNNING
+        and state.elastic
         and not state.has_left
         and not state.is_sharded
-        and len(state.in_session) == state.nodes > 1
+        and len(state.in_session) == state.nodes
         and state.running <= state.kept | state.arriving
     )
-    if state.phase is Phase.RUNNING and can_keep:
-        new = replace(state, phase=Phase.REJOINING, is_joining=True, verdict=Verdict.CHANGED)
-        join = Join(state.generation + 1, state.restarts, Verdict.CHANGED)
-        return Decision(new, (HoldWorkers(), join), f"{why}; the workers are held")
+
+
+def _meet_again(state: State, why: str) -> Decision:
+    new = replace(state, phase=Phase.REJOINING, is_joining=True, verdict=Verdict.CHANGED)
+    join = Join(state.generation + 1, state.restarts, Verdict.CHANGED)
+    return Decision(new, (HoldWorkers(), join), f"{why}; the workers are held")
+
+
+def _node_waits(now: float, state: State) -> Decision:
+    why = "a node waits to join"
+    if _can_keep(state) and state.resizes:
+        return _meet_again(state, why)
+    return _membership_changed(now, state, why, fatal=False)
+
+
+def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
+    if _can_keep(state) and state.nodes > 1 and not is_own:
+        return _meet_again(state, why)
     if state.phase in {Phase.STOPPING, Phase.SWEEPING} and state.formed is not None:
         # The round that was to follow has lost a member.
         state = replace(state, formed=None, is_joining=False)

@@ -19,6 +19,7 @@ class RoundFormed:
         keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
         is_keeper: this node is one of them.
         replaced: how many workers were replaced since the session began, if any node keeps its own.
+        grows: this node's workers come in addition to those that are kept: they take nobody's place.
     """
 
     num_workers: int
@@ -30,6 +31,7 @@ class RoundFormed:
     is_keeper: bool = False
     replaced: int = 0
     ages: tuple[float, ...] = ()
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,26 @@ class WorkerEnded:
 
 @dataclass(frozen=True, slots=True)
 class SessionEntered:
-    """A worker is in a session: it survives the loss of others. ``sharded``: no other worker has its state."""
+    """A worker is in a session: it survives the loss of others.
+
+    Args:
+        sharded: no other worker has its state.
+        resizes: it can go on with another number of ranks.
+    """
 
     index: int
     sharded: bool = False
+    resizes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFixed:
+    """A session of this node cannot go on with another number of ranks after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMet:
+    """A worker of this node has met all others in a session that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +204,8 @@ Event = (
     RoundFormed
     | WorkerEnded
     | SessionEntered
+    | SessionFixed
+    | SessionMet
     | SessionLeft
     | NodeInSession
     | LossTold

@@ -51,6 +51,7 @@ def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
         nodes=event.nodes,
         has_left=False,
         is_sharded=False,
+        resizes=True,
         replaced=0,
         kept=frozenset(),
         arriving=frozenset(),
@@ -58,13 +59,14 @@ def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
         in_session=frozenset(),
         without_survivors=frozenset(),
         said_in_session=False,
+        comes=False,
         is_joining=False,
         formed=None,
     )
     why = f"round {event.generation} formed"
     if event.keepers is None:
         return Decision(new, (StartWorkers(),), why)
-    new = replace(_among_keepers(new, event), arriving=running)
+    new = replace(_among_keepers(new, event), arriving=running, comes=True, is_extra=event.grows)
     return Decision(new, (StartWorkers(takes_over=True),), f"{why}: taking over lost workers")
 
 

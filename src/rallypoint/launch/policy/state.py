@@ -71,6 +71,9 @@ class State:
         said_in_session: this node has told the others that its workers are in a session.
         has_left: a worker's session has ended.
         is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
+        resizes: all workers of this node that are in the session can go on with another number of ranks.
+        comes: the workers of this node are to come to a session that is under way, and have not met the others.
+        is_extra: they take nobody's place: the others go on without them.
         is_joining: this node is to be in the next round already, while it ends its workers.
         formed: that round, if it has formed meanwhile.
     """
@@ -109,6 +112,9 @@ class State:
     said_in_session: bool = False
     has_left: bool = False
     is_sharded: bool = False
+    resizes: bool = False
+    comes: bool = False
+    is_extra: bool = False
     is_joining: bool = False
     formed: RoundFormed | None = None
 

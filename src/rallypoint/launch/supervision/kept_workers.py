@@ -11,6 +11,7 @@ from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Generation, Worker
 from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.output.report import explained, in_a_line
+from rallypoint.launch.placement import worker_env
 
 
 class KeptWorkers:
@@ -27,12 +28,12 @@ class KeptWorkers:
         ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
-        # meeting -> the loss that it follows
+        # meeting -> who is back, in words, and the round
         self._losses: dict[int, tuple[str, RoundReady]] = {}
 
     def admit(self, worker: Worker, ready: RoundReady) -> None:
         """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
-        record = {"kind": "go", **_where(ready)}
+        record = {"kind": "go", **_where(ready), **_place(ready, worker)}
         held = worker.memory_fd if worker.takes_over else None
         worker.tell(record, *(() if held is None else (held,)))
 
@@ -54,11 +55,8 @@ class KeptWorkers:
     ) -> None:
         """Tell those in a session, and people. ``by``: who takes the place."""
         why = in_a_line(failure)
-        record = {"kind": "lost", "ranks": [failure.rank], "why": why, **_where(ready)}
-        for worker in workers:
-            if worker.in_session and worker.status is None:
-                worker.tell(record)
-        self._losses[_meeting(ready)] = f"rank {failure.rank}", ready
+        self._tell_loss(workers, ready, [failure.rank], why)
+        self._losses[_meeting(ready)] = f"rank {failure.rank} is back", ready
         events.emit(
             events.WorkerReplaced(
                 generation=ready.generation,
@@ -107,6 +105,14 @@ class KeptWorkers:
             if worker.in_session and worker.status is None:
                 worker.tell({"kind": "hold"})
 
+    def tell_of_newcomers(self, ready: RoundReady) -> None:
+        """Nodes have come: tell people."""
+        kept = ready.kept
+        assert kept is not None
+        count = sum(1 for was in kept.were if was < 0)
+        nodes = "a node has" if count == 1 else f"{count} nodes have"
+        self._say(f"{nodes} come; training goes on until their workers are ready")
+
     def tell_of_lost_nodes(
         self, workers: Generation, ready: RoundReady, ranks: Sequence[int], why: str
     ) -> None:
@@ -118,11 +124,26 @@ class KeptWorkers:
             ranks: the lost ones.
             why: in words.
         """
-        record = {"kind": "lost", "ranks": list(ranks), "why": why, **_where(ready)}
-        for worker in workers:
-            if worker.in_session and worker.status is None:
-                worker.tell(record)
-        self._losses[_meeting(ready)] = in_words(ranks) if ranks else "all ranks", ready
+        self._tell_loss(workers, ready, ranks, why)
+        kept = ready.kept
+        assert kept is not None
+        if kept.before:
+            before, now = sum(kept.before), sum(ready.workers_of_nodes)
+            self._losses[_meeting(ready)] = f"{now} ranks go on", ready
+            if not ready.is_keeper:
+                self._say(
+                    f"this node joins a session: {now} ranks go on, where there were {before}"
+                )
+            else:
+                self._say(
+                    f"{why}; {now} ranks go on, where there were {before}, and keep what they have"
+                )
+            return
+        back = "are" if len(ranks) != 1 else "is"
+        self._losses[_meeting(ready)] = (
+            f"{in_words(ranks) if ranks else 'all ranks'} {back} back",
+            ready,
+        )
         if not ready.is_keeper:
             self._say(f"this node takes over {in_words(ranks)}; the other nodes keep their workers")
             return
@@ -131,6 +152,14 @@ class KeptWorkers:
             return
         take = "another process takes its place" if len(ranks) == 1 else "others take their places"
         self._say(f"{why}; {take} ({in_words(ranks)}), the other workers keep theirs")
+
+    def _tell_loss(
+        self, workers: Generation, ready: RoundReady, ranks: Sequence[int], why: str
+    ) -> None:
+        record = {"kind": "lost", "ranks": list(ranks), "why": why, **_where(ready)}
+        for worker in workers:
+            if worker.in_session and worker.status is None:
+                worker.tell({**record, **_place(ready, worker)})
 
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
         """What one rank says of a recovery; once all have, people are told."""
@@ -144,7 +173,7 @@ class KeptWorkers:
         moved = sum(each["received"] for each in told)
         repeated = any(each["repeated"] for each in told)
         redone = max(each["redone"] for each in told)
-        lost, ready = self._losses.pop(generation, ("a lost rank", None))
+        back, ready = self._losses.pop(generation, ("a lost rank is back", None))
         if ready is not None:
             events.emit(
                 events.SessionRecovered(
@@ -158,7 +187,7 @@ class KeptWorkers:
                 )
             )
         self._say(
-            f"{lost} {'are' if 'ranks' in lost else 'is'} back at step {record['steps']}"
+            f"{back} at step {record['steps']}"
             f" ({_redone(redone, repeated=repeated)}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )
@@ -177,6 +206,14 @@ def _where(ready: RoundReady) -> dict[str, Any]:
         "host": ready.master_addr,
         "port": ready.master_port,
     }
+
+
+def _place(ready: RoundReady, worker: Worker) -> dict[str, Any]:
+    """The variables of a worker's rank, if it may not be the one with which it has run the script's set-up."""
+    kept = ready.kept
+    if kept is None or not kept.first:
+        return {}
+    return {"place": worker_env.place_env(worker.ranks)}
 
 
 def _meeting(ready: RoundReady) -> int:

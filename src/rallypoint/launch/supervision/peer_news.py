@@ -106,6 +106,7 @@ class PeerNews:
             case PeerEvent("in session" | "out of session" as what, node_rank):
                 self._decide(policy.NodeInSession(node_rank, what == "in session"))
                 self._early_losses.heed_news()
+                self._replacements.heed_news()
                 self._replacements.start_spares_soon()
             case _:
                 self._hear_of_members(event)

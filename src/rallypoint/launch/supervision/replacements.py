@@ -65,6 +65,7 @@ class Replacements:
         self._ask = ask
         self._lost: WorkerFailure | None = None  # of the loss that all nodes read of
         self._spares_are_due = False
+        self._joined = ""  # why those in a session are to meet, once the workers of a node that has come are in it, too
         self.spares = Spares(config, say)
 
     # -- one worker ---------------------------------------------------------------------------
@@ -87,6 +88,7 @@ class Replacements:
     def replace(self, index: int | None) -> None:
         """Tell those in a session of the loss, and start another worker in its place, if it was this node's."""
         assert self._now.round is not None
+        self._joined = ""
         ready = self._now.round = replace(self._now.round, replaced=self._now.state.replaced)
         workers = self._now.workers
         if index is None:
@@ -119,6 +121,8 @@ class Replacements:
         state, ready = self._now.state, self._now.round
         if state.phase is not policy.Phase.REJOINING or ready is None:
             return None
+        kept = ready.kept
+        first = () if kept is None else kept.first
         return Held(
             generation=ready.generation,
             workers=ready.workers_of_nodes,
@@ -126,6 +130,9 @@ class Replacements:
             has_state=bool(state.kept & state.running),
             has_records=not (state.arriving or state.lost),
             port=ready.master_port,
+            resizes=state.resizes and self._config.world_size is None,
+            first=first,
+            origin=kept.origins[ready.node_rank] if kept is not None and first else 0,
         )
 
     def keep(self, lost: Sequence[int], why: str) -> None:
@@ -139,13 +146,27 @@ class Replacements:
         assert ready is not None
         ended = [list(workers)[index] for index in lost]
         failures = [workers.failure_of(each) for each in ended]  # of the generation before
-        workers.continue_as(ready.generation)
-        ranks = [*_ranks_of_newcomers(ready), *(each.ranks.rank for each in ended)]
-        self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
+        ranks = [*_lost_ranks(ready), *(each.ranks.rank for each in ended)]
+        workers.continue_as(ready.generation, ready.node_rank, self._spawner.ranks(ready))
+        assert ready.kept is not None
+        if ready.kept.before and not ranks:
+            # Nobody is lost: training goes on until those who have come are ready.
+            self._joined = why
+            self._kept.tell_of_newcomers(ready)
+        else:
+            self._joined = ""
+            self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
         write_error_files(self._folder.path, tuple(failures))
         for index in [*lost, *self._end_stranded(ready.store)]:
             self._fill(ready, index, self.spares.take(index))
         self.start_spares_soon()
+
+    def heed_news(self) -> None:
+        """Another node has said that its workers are in a session."""
+        ready = self._now.round
+        if self._joined and ready is not None and not self._now.state.without_survivors:
+            why, self._joined = self._joined, ""
+            self._kept.tell_of_lost_nodes(self._now.workers, ready, (), why)
 
     def _end_stranded(self, store: str) -> list[int]:
         """End the newcomers and spares whose set-up would wait for a store that is lost. Returns the newcomers' indices."""
@@ -168,8 +189,9 @@ class Replacements:
         """This node's workers take the places of a lost node's: tell people."""
         ready = self._now.round
         assert ready is not None
-        ranks = _ranks_of_newcomers(ready)
-        self._kept.tell_of_lost_nodes(self._now.workers, ready, ranks, "a node is lost")
+        self._kept.tell_of_lost_nodes(
+            self._now.workers, ready, _lost_ranks(ready), "a node is lost"
+        )
 
     # -- spares -------------------------------------------------------------------------------
 
@@ -231,8 +253,10 @@ def tell_start(generation: int, worker: Worker) -> None:
     )
 
 
-def _ranks_of_newcomers(ready: RoundReady) -> list[int]:
-    """The ranks of the workers whose nodes keep none."""
-    assert ready.kept is not None
-    nodes = [node for node, count in enumerate(ready.workers_of_nodes) for _ in range(count)]
-    return [rank for rank, node in enumerate(nodes) if node not in ready.kept.keepers]
+def _lost_ranks(ready: RoundReady) -> list[int]:
+    """The ranks, in the last round, of the workers whose nodes are lost."""
+    kept = ready.kept
+    assert kept is not None
+    counts, stay = kept.before or ready.workers_of_nodes, kept.were or kept.keepers
+    nodes = [node for node, count in enumerate(counts) for _ in range(count)]
+    return [rank for rank, node in enumerate(nodes) if node not in stay]

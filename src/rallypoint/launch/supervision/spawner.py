@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rallypoint._core import addresses, linux, rank_watch, stack_line
@@ -78,12 +78,13 @@ class Spawner:
         folder = self._folder.generation(ready.generation)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts = self._facts(ready)
-        ranks_of_workers = self._ranks(ready)
+        ranks_of_workers = self.ranks(ready)
         by_local_rank = {each.local_rank: each.rank for each in ranks_of_workers}
         self._folder.note_ranks(folder, by_local_rank)
         # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
         settings = [
-            self._settings_of(ranks, facts, factory, ready.network) for ranks in ranks_of_workers
+            self._settings_of(ranks, facts, factory, ready.network)
+            for ranks in self._ranks_of_set_up(ready)
         ]
         for ranks, each in zip(ranks_of_workers, settings, strict=True):
             if takes_over:
@@ -107,9 +108,10 @@ class Spawner:
         """
         folder = self._folder.generation(ready.generation, ready.replaced)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
-        facts = self._facts(ready)
-        ranks = self._ranks(ready)[index]
-        settings = self._settings_of(ranks, facts, factory, ready.network)
+        facts, ranks = self._facts(ready), self.ranks(ready)[index]
+        settings = self._settings_of(
+            self._ranks_of_set_up(ready)[index], facts, factory, ready.network
+        )
         settings["env"][worker_env.TAKES_OVER] = "1"
         name = f"worker {ready.generation}.{ranks.local_rank}, replaced {ready.replaced}"
         worker = self._spawn_one(ranks, facts, factory, settings, channel, name)
@@ -130,7 +132,7 @@ class Spawner:
             ConfigError, LaunchError: as :meth:`spawn`.
         """
         factory = StreamFactory(LogConfig(folder=os.devnull), None, self._relay, self._console)
-        facts, ranks = self._facts(ready), self._ranks(ready)[index]
+        facts, ranks = self._facts(ready), self._ranks_of_set_up(ready)[index]
         settings = self._settings_of(ranks, facts, factory, ready.network)
         settings["env"][worker_env.TAKES_OVER] = settings["env"][rank_watch.SPARE] = "1"
         # The name holds what no other process of the job has.
@@ -154,8 +156,10 @@ class Spawner:
         """
         folder = self._folder.generation(ready.generation, ready.replaced)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
-        facts, ranks = self._facts(ready), self._ranks(ready)[index]
-        settings = self._settings_of(ranks, facts, factory, ready.network)
+        facts, ranks = self._facts(ready), self.ranks(ready)[index]
+        settings = self._settings_of(
+            self._ranks_of_set_up(ready)[index], facts, factory, ready.network
+        )
         streams = self._open(ranks, facts, factory)
         spare.ranks, spare.streams = ranks, streams
         spare.tell({"kind": "become", "env": settings["env"]}, streams.stdout, streams.stderr)
@@ -177,12 +181,24 @@ class Spawner:
             bind=config.bind,
         )
 
-    def _ranks(self, ready: RoundReady) -> list[WorkerRanks]:
+    def ranks(self, ready: RoundReady) -> list[WorkerRanks]:
+        """The places of this node's workers in a round."""
+        return self._assigned(ready.workers_of_nodes, ready.node_rank)
+
+    def _ranks_of_set_up(self, ready: RoundReady) -> list[WorkerRanks]:
+        """The ranks with which they run the script's set-up: in a session that has had another number of ranks, those of its first
+        round."""
+        kept = ready.kept
+        if kept is None or not kept.first:
+            return self.ranks(ready)
+        return self._assigned(kept.first, kept.origins[ready.node_rank])
+
+    def _assigned(self, workers_of_nodes: Sequence[int], node_rank: int) -> list[WorkerRanks]:
         config = self._config
         return list(
             assign(
-                ready.workers_of_nodes,
-                ready.node_rank,
+                workers_of_nodes,
+                node_rank,
                 local_rank_base=config.local_rank_base,
                 local_world_size=config.local_world_size,
                 group_rank=config.group_rank,
