@@ -247,6 +247,7 @@ def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
     assert {str(each["sizes"]) for each in last if each["pid"] not in survivors} == {"[[4, 6]]"}
 
 
+@pytest.mark.long
 def test_one_node_gets_another_one_and_is_lost_itself(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -272,6 +273,7 @@ def test_one_node_gets_another_one_and_is_lost_itself(
     check(it, tmp_path)
 
 
+@pytest.mark.long
 def test_checkpoints_are_those_of_the_ranks_that_are_there(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

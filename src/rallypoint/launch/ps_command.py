@@ -35,6 +35,15 @@ def _at_store(words: Sequence[str]) -> str:
 
     rest = [word for word in words if word not in _OWN]
     job = [rest.pop(0)] if not rest[0].startswith("-") else []
+    for word in rest:
+        if word.startswith("--"):
+            try:
+                flags.find(word.partition("=")[0])
+            except ConfigError:
+                known = "--json, and those of rally run that say where nodes meet"
+                raise ConfigError(
+                    "ps", word, f"no such flag (known: {known})", "rally ps --help"
+                ) from None
     given = flags.parse(rest)
     job += given.target
     if len(job) > 1:
