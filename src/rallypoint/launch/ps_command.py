@@ -39,11 +39,11 @@ def _at_store(words: Sequence[str]) -> str:
         if word.startswith("--"):
             try:
                 flags.find(word.partition("=")[0])
-            except ConfigError:
+            except ConfigError as error:
+                near = f"{error.hint} " if "did you mean" in error.hint else ""
                 known = "--json, and those of rally run that say where nodes meet"
-                raise ConfigError(
-                    "ps", word, f"no such flag (known: {known})", "rally ps --help"
-                ) from None
+                problem = f"no such flag (known: {known})"
+                raise ConfigError("ps", word, problem, f"{near}rally ps --help") from None
     given = flags.parse(rest)
     job += given.target
     if len(job) > 1:
