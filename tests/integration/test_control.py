@@ -752,6 +752,7 @@ def test_a_job_that_hangs_is_restarted_or_fails_on_request(tmp_path: Path, what:
         "1",
         "--on-hang",
         what,
+        "--stacks-on-hang" if what == "restart" else "--no-stacks-on-hang",
         "--max-restarts",
         "1",
     ]
@@ -759,6 +760,7 @@ def test_a_job_that_hangs_is_restarted_or_fails_on_request(tmp_path: Path, what:
     _, shown = job.communicate(timeout=PATIENCE)
     told = " ".join(shown.decode().split())
     why = "it hangs: rank 1 has not entered all_reduce #2"
+    assert ("in reads_a_pipe" in told) == (what == "restart")
     if what == "restart":
         assert (
             job.returncode == 0

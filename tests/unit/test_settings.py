@@ -515,6 +515,7 @@ def test_an_empty_log_folder_is_none():
         ("--tee 0:3,4:1 x.py", "--tee 0:3,4:1: there is no local rank 4"),
         ("--redirects 4:1 x.py", "--redirects 4:1: there is no local rank 4"),
         ("--rdzv-conf timeout=3,timeout=4 x.py", "--rdzv-conf names timeout more than once"),
+        ("--stacks-on-hang --hang-after 0 x.py", "--stacks-on-hang has no effect with"),
     ],
 )
 def test_what_has_no_effect_is_said_once(line, remark):
@@ -535,6 +536,14 @@ def test_what_has_no_effect_is_said_once(line, remark):
 )
 def test_nothing_is_said_about_what_is_as_always(line):
     assert configure(line)[1] == []
+
+
+def test_stacks_of_a_job_that_hangs_are_shown_unless_the_user_says_no():
+    assert config("x.py").stacks_on_hang
+    assert config("--stacks-on-hang x.py").stacks_on_hang
+    assert not config("--no-stacks-on-hang x.py").stacks_on_hang
+    told = refusal("--stacks-on-hang --no-stacks-on-hang x.py")
+    assert told == "--stacks-on-hang: cannot be combined with --no-stacks-on-hang"
 
 
 def test_an_empty_variable_of_torchrun_is_none():

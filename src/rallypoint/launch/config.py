@@ -262,6 +262,7 @@ class LaunchConfig:
         hang_after: seconds without any movement after which a job is told to hang; 0: never.
         hang_after_steps: and at least so many of the usual steps, if the script reports them, up to ten minutes.
         on_hang: what else happens then.
+        stacks_on_hang: whether where every worker is is part of what is told.
         slow_after: seconds for which a rank must make the others wait before it is told to be slow; 0: never.
         metrics: where metrics are, or None.
         traces: the exporter of OpenTelemetry that spans are sent by; empty: the job is not traced.
@@ -315,6 +316,7 @@ class LaunchConfig:
     hang_after: float = 0.0
     hang_after_steps: int = 0
     on_hang: OnHang = OnHang.TELL
+    stacks_on_hang: bool = True
     slow_after: float = 0.0
     progress: str = "off"
     metrics: MetricsPlace | None = None

@@ -175,6 +175,20 @@ FLAGS: tuple[Flag, ...] = (
         " same on every node",
     ),
     Flag(
+        name="--stacks-on-hang",
+        own=True,
+        env=False,
+        group=_RESTART,
+        help="show where every worker is when the job hangs (the default)",
+    ),
+    Flag(
+        name="--no-stacks-on-hang",
+        own=True,
+        env=False,
+        group=_RESTART,
+        help="only say who does not come; rally stacks and Ctrl-\\ show where the workers are",
+    ),
+    Flag(
         name="--slow-after",
         own=True,
         metavar="S",

@@ -131,6 +131,7 @@ def config_from(
         hang_after=values.seconds("hang_after"),
         hang_after_steps=0 if values.is_set("hang_after") else 10,
         on_hang=OnHang(values["on_hang"] or OnHang.TELL),
+        stacks_on_hang=_stacks_on_hang(values),
         slow_after=values.seconds("slow_after"),
         progress=values.text("progress"),
         metrics=_metrics(values),
@@ -267,6 +268,14 @@ def _block_buffered(values: Values) -> bool:
     if values.switch("block_buffered") and values.switch("unbuffered"):
         raise ConfigError("--block-buffered", None, "cannot be combined with --unbuffered")
     return values.switch("block_buffered")
+
+
+def _stacks_on_hang(values: Values) -> bool:
+    if values.switch("stacks_on_hang") and values.switch("no_stacks_on_hang"):
+        raise ConfigError("--stacks-on-hang", None, "cannot be combined with --no-stacks-on-hang")
+    if values.switch("stacks_on_hang") and not values.seconds("hang_after"):
+        values.remarks.append("--stacks-on-hang has no effect with --hang-after 0")
+    return not values.switch("no_stacks_on_hang")
 
 
 def _workers(values: Values, placement: clusters.Placement | None) -> tuple[int | None, str | None]:

@@ -75,7 +75,9 @@ class Observation:
         self._questions = JobQuestions(coordination, self._still, self._slowness, self._status)
         self._hang_watch: HangWatch | None = None
         if config.hang_after:
-            self._hang_watch = HangWatch(config.hang_after, say, config.hang_after_steps)
+            self._hang_watch = HangWatch(
+                config.hang_after, say, config.hang_after_steps, shows_stacks=config.stacks_on_hang
+            )
         self._slow_watch = SlowWatch(config.slow_after, say) if config.slow_after else None
         self._display: progress_display.Display | None = None
         self._control: ControlServer | None = None

@@ -52,9 +52,17 @@ class HangWatch:
         after: seconds.
         say: prints for people.
         steps: of the usual steps that workers report, at least so many must pass, but not more than :data:`MOST`.
+        shows_stacks: whether it prints where every worker is, or only who does not come.
     """
 
-    def __init__(self, after: float, say: Callable[[str], None], steps: int = 0) -> None:
+    def __init__(
+        self,
+        after: float,
+        say: Callable[[str], None],
+        steps: int = 0,
+        *,
+        shows_stacks: bool = True,
+    ) -> None:
         self._found: tuple[int, str] | None = None  # generation, and why
         self._told: tuple[int, Hang] | None = None  # generation; since then, nothing has moved
         self._doubtful: Hang | None = None  # found by stacks alone; another look must confirm it
@@ -62,6 +70,7 @@ class HangWatch:
         self._least, self._steps = after, steps
         self._after = after
         self._say = say
+        self._shows_stacks = shows_stacks
         self._stillness = Stillness()
         self._standstill = Standstill()
         self._frozen = (
@@ -218,9 +227,10 @@ class HangWatch:
             self._look_again()  # a node too busy to answer may have them
             if self.hang(generation) is not None:
                 return
-        self._say(hang.text)
+        why = hang.text.partition("\n")[0]
+        self._say(hang.text if self._shows_stacks else why)
         self._told = generation, hang
-        self._found = generation, hang.text.partition("\n")[0]
+        self._found = generation, why
         events.emit(
             events.JobHangs(
                 generation=generation,
