@@ -291,6 +291,13 @@ def fail_with_a_witness(kind: str) -> Any:
     return answer
 
 
+def fail_late_with_a_witness(kind: str) -> None:
+    witness = Witness()
+    witnesses.append(weakref.ref(witness))
+    time.sleep(0.3)
+    fail(kind)
+
+
 class Witness:
     """Lives as long as what refers to it."""
 
@@ -1120,6 +1127,17 @@ def test_a_future_with_an_error_is_not_kept_once_the_caller_has_it(trio):
             with pytest.raises(OddError):
                 rpc.rpc_sync("w1", fail_with_a_witness, ("here",))
         # The thread that answered may still be about to let go of it.
+        eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
+
+    trio.on(0, case)
+
+
+@pytest.mark.parametrize("kind", ["odd", "exit"])
+def test_a_value_whose_error_is_waited_for_keeps_nothing_of_the_call(trio, kind):
+    def case():
+        held = rpc.remote("w1", fail_late_with_a_witness, (kind,))
+        with pytest.raises((OddError, rpc.RemoteError)):
+            held.to_here(timeout=20)  # begins to wait before there is an error
         eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
 
     trio.on(0, case)

@@ -70,11 +70,13 @@ def again(error: BaseException) -> BaseException:
     """A copy of a future's exception, to be raised in its place.
 
     A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
-    so the garbage collector would not find this cycle, and it would leak.
+    so the garbage collector would not find this cycle, and it would leak. It also refers to the exception that was being
+    handled where it was raised, and so to that one's frames.
     """
     made = copy_of(error)
     if made is not error:
         raised.set_traceback(error, None)
+        raised.forget_context(error)
     return made
 
 
