@@ -17,6 +17,7 @@ import pytest
 from elastic import listens, wait_until
 from ports import free_port
 from rallypoint.control.client import connect
+from rallypoint.errors import ControlError
 from supervisors import Popen
 
 
@@ -111,6 +112,20 @@ class Job:
         self.nodes.append(Node(self.folder, self.port, spares))
         return self.nodes[-1]
 
+    def begin(self, spares: int = 1) -> Node:
+        """The first node, once it has arrived: it serves the store, has rank 0, and so its workers' store, too."""
+        first = self.start(spares)
+
+        def has_arrived() -> bool:
+            try:
+                state: str = connect(str(first.process.pid)).status()["state"]
+            except ControlError:
+                return False  # it is starting
+            return state == f"waiting for nodes, 1 of {NODES}"
+
+        wait_until(has_arrived, "the first node arrives")
+        return first
+
     @property
     def living(self) -> list[Node]:
         return [node for node in self.nodes if node.is_alive]
@@ -148,7 +163,10 @@ class Job:
             found = self.progress()
             return found if all(found[rank][1] != before[rank][1] for rank in before) else None
 
-        return wait_until(look, f"all begin anew: {self}", 100)
+        try:
+            return wait_until(look, "all begin anew", 100)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {before} then, {self.progress()} now\n{self}") from None
 
     def worker(self, node: Node) -> dict[str, Any]:
         found: dict[str, Any] = connect(str(node.process.pid)).status()["workers"][0]
@@ -251,8 +269,7 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
     job: Job, behind: int, num_kept: int
 ) -> None:
     """Its set-up needs the store, so another one takes its place. If the lost node's record was its, all start anew."""
-    job.start(spares=0)
-    wait_until(lambda: listens(job.port), "a store")
+    job.begin(spares=0)
     for _ in range(NODES - 1):
         job.start(spares=0)
     job.trains(beyond=5)
