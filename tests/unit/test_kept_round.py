@@ -149,6 +149,16 @@ def test_who_goes_on_in_another_number(why, records, workers, found):
     assert Kept.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
+def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():
+    told = {"resizes": True, "first": (2, 2, 1, 1)}
+    assert decide(
+        [member(0, **told), member(1, origin=1, **told), member(2, origin=3, **told)], [2, 2, 1]
+    )
+    assert not decide(
+        [member(0, **told), member(1, origin=4, **told), member(2, **told)], [2, 2, 1]
+    )
+
+
 def test_how_many_nodes_it_takes():
     assert wanted([member(0), NEW]) == 3
     assert wanted([NEW, RESTARTS]) == 0

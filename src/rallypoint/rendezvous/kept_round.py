@@ -159,6 +159,8 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept
     places = {(last, rank) for rank, (last, _) in keepers.items()}
     if any(not 0 <= last < len(before) or before[last] != workers[rank] for last, rank in places):
         return None
+    if first and any(not 0 <= each.origin < len(first) for _, each in keepers.values()):
+        return None
     stays = before == tuple(workers) and all(last == rank for last, rank in places)
     if not stays and not all(each.resizes for _, each in keepers.values()):
         return None

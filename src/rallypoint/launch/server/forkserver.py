@@ -33,7 +33,6 @@ arrived here) · ``learn`` (a worker has imported a package) · ``ping``. Report
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -56,7 +55,7 @@ from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
 
-from . import learning, store_host
+from . import collector, learning, store_host
 from .channel import Channel, Message
 from .templates import Templates
 
@@ -143,13 +142,11 @@ class ForkServer:
         for number in (ASK_SIGNAL, STACK_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
         process.set_subreaper(True)
-        if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
-            self._drain_and_exit()
-        torch_private.keep_operators_at_exit()
-        # The collector writes to the objects it visits, which would copy their pages in every worker.
-        # Nothing that exists now needs to be visited again.
-        gc.collect()
-        gc.freeze()
+        with collector.paused():
+            if self._start_method is StartMethod.FORKSERVER and not self._import(preload):
+                self._drain_and_exit()
+            torch_private.keep_operators_at_exit()
+            collector.settle()
         if self._start_method is StartMethod.FORKSERVER:
             # Every fork would print what the imports left in buffers.
             ending.flush_quietly()
@@ -169,6 +166,8 @@ class ForkServer:
             try:
                 with environment.watched() as reads:
                     importlib.import_module(name)
+                if name in _TORCH:
+                    collector.keep()
                 preloaded.note_reads(reads.names if name in _TORCH else ())
             except BaseException as error:  # noqa: BLE001  any error of user code is reported, SystemExit too
                 text = "".join(traceback.format_exception(error))

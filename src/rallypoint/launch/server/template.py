@@ -15,7 +15,6 @@ Messages to the template: ``spawn``, as to the fork server. Reports (``is``): ``
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import importlib.machinery
 import os
@@ -33,7 +32,7 @@ from rallypoint._core import env as environment, linux, process
 from rallypoint.launch import signals
 from rallypoint.launch.worker import ending
 
-from . import learning
+from . import collector, learning
 from .channel import Channel, Message
 
 
@@ -59,18 +58,17 @@ def run(
         os.dup2(output, fd)
     before = environment.snapshot()
     changes: dict[str, str | None] = {}
-    for package in packages:
-        channel.send({"is": "importing", "package": package})
-        seen, changed = _import(package, paths, output)
-        changes |= changed
-        channel.send({"is": "imported", "package": package, "seen": to_json(seen)})
-        if seen.error:
-            os._exit(1)
+    with collector.paused():
+        for package in packages:
+            channel.send({"is": "importing", "package": package})
+            seen, changed = _import(package, paths, output)
+            changes |= changed
+            channel.send({"is": "imported", "package": package, "seen": to_json(seen)})
+            if seen.error:
+                os._exit(1)
+        collector.settle()
     os.close(output)  # workers would have it, too
     environment.apply({name: before.get(name) for name in changes})
-    # As in the fork server: later collections must not touch what all workers share.
-    gc.collect()
-    gc.freeze()
     ending.flush_quietly()
     ctypes.CDLL(None).fflush(None)
     channel.send({"is": "ready"})

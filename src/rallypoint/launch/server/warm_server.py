@@ -23,7 +23,6 @@ kills that.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import select
@@ -41,7 +40,7 @@ from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, preloaded
 
-from . import warm_key
+from . import collector, warm_key
 from .channel import Channel, Message
 from .forkserver import ForkServer
 from .warm_lock import READY, WarmLock, uid_of_peer
@@ -94,15 +93,15 @@ class WarmServer:
         signals.note(self._note_signal)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         process.set_subreaper(True)
-        with environment.watched() as reads:
+        with environment.watched() as reads, collector.paused():
             for name in modules:
                 importlib.import_module(name)
+            collector.keep()
         preloaded.note_reads(reads.names)
         os.chdir("/")  # PYTHONPATH may have been relative to the first job's folder
         self._path.chmod(READY)
         self._loaded = _Loaded(frozenset(reads.names), reads.before, _files())
-        gc.collect()
-        gc.freeze()
+        collector.settle()
         self._used = clock.MONOTONIC.now()
         self._listener.setblocking(False)
         poller = select.poll()
