@@ -130,6 +130,24 @@ def test_a_live_member_is_waited_for_beyond_the_last_call() -> None:
     assert isinstance(decide(1000.0, ELASTIC, standing), NotYet)
 
 
+@pytest.mark.parametrize("came", ["axyz", "abxy", "abcx"])
+def test_newcomers_do_not_take_the_room_of_members_that_are_on_their_way(came: str) -> None:
+    members = "abcd"
+    missing = frozenset(members) - frozenset(came)
+    standing = later(*came, last=members, missing=missing)
+    waits = decide(10.0, ELASTIC, standing)
+    assert isinstance(waits, NotYet)
+    assert (waits.look_at, waits.slots, waits.enough) == (15.0, 5, True)
+    standing = replace(standing, enough_since=10.0)
+    assert isinstance(decide(14.9, ELASTIC, standing), NotYet)
+    assert names(decide(15.0, ELASTIC, standing), standing), "a moment is enough"
+    assert names(decide(11.0, ELASTIC, replace(standing, out_of_time=True)), standing)
+    # One of them is known to have ended: there is room for as many newcomers.
+    known = replace(standing, missing=frozenset(sorted(missing)[1:]))
+    is_closed = isinstance(decide(11.0, ELASTIC, known), Close)
+    assert is_closed == (len(missing) == 1)
+
+
 # -- ranks ----------------------------------------------------------------------------------------
 
 

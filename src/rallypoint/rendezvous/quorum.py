@@ -5,7 +5,8 @@ Rules, in this order:
 1. Nobody who is known to be gone counts.
 2. Enough of the last round's members must be there (``survivors_needed``): two halves of a split
    network must not both go on.
-3. ``max_nodes`` are there: close; who is too many is a spare.
+3. ``max_nodes`` are there: close; who is too many is a spare. If newcomers have taken the room of members of the last round that are
+   alive and on their way, these are waited for, for a moment (``straggler``): their workers may go on as they are.
 4. ``min_nodes`` are there, and nobody else is expected (in the first round one cannot know; later these
    are the last round's members that are still alive and nodes that have waited): close.
 5. ``min_nodes`` are there, and the last call is over. It begins when they are; a live member of
@@ -138,13 +139,18 @@ def decide(now: float, settings: Settings, standing: Standing) -> Close | NotYet
             " the others may continue without this node, behind a network failure"
         )
         return NotYet(reason, None, filled + 1)
+    since = now if standing.enough_since is None else standing.enough_since
     if count >= most:
+        fresh, room = count - survivors, most - survivors - len(standing.missing)
+        is_over = standing.out_of_time or now >= since + settings.straggler
+        if standing.missing and fresh > room and not is_over:
+            reason = f"{most} nodes are here, but not all members of the last round that are alive"
+            return NotYet(reason, since + settings.straggler, filled + 1, enough=True)
         return _close(present, settings, f"all {most} nodes are here")
     if count < least:
         return NotYet(f"{count} of {least} nodes are here", None, filled + least - count)
     if standing.out_of_time:
         return _close(present, settings, f"{count} nodes are here and the time to join is over")
-    since = now if standing.enough_since is None else standing.enough_since
     fresh = count - survivors
     late = max(0, standing.waiting - fresh)
     if not standing.first_round:
