@@ -186,6 +186,19 @@ def test_fewer_than_max_meet_after_the_last_call_and_who_comes_later_is_admitted
     assert waiting.result().rank == 3
 
 
+def test_members_on_their_way_come_before_newcomers(job: Job) -> None:
+    nodes = [job.node(2, 4) for _ in range(4)]
+    before = job.meet(*nodes)
+    newcomers = job.join(*(job.node(2, 4) for _ in range(2)))
+    time.sleep(0.5)  # they wait for the next round
+    quick, slow = nodes[:2], nodes[2:]
+    futures = job.join(*quick)
+    time.sleep(1)  # all four places could be taken by now
+    futures += job.join(*slow)
+    assert ranks([each.result(JOIN) for each in futures]) == ranks(before)
+    assert not any(each.done() for each in newcomers)
+
+
 @pytest.mark.parametrize("how", ["told", "noticed", "left"])
 def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str) -> None:
     nodes = [job.node(2, 2) for _ in range(3)]
