@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,13 @@ def test_fewer_than_max_meet_after_the_last_call_and_who_comes_later_is_admitted
 
 
 def test_members_on_their_way_come_before_newcomers(job: Job) -> None:
-    nodes = [job.node(2, 4) for _ in range(4)]
+    nodes = [job.node(2, 4, last_call=10.0) for _ in range(4)]
     before = job.meet(*nodes)
-    newcomers = job.join(*(job.node(2, 4) for _ in range(2)))
-    time.sleep(0.5)  # they wait for the next round
+    newcomers = job.join(*(job.node(2, 4, last_call=10.0) for _ in range(2)))
     quick, slow = nodes[:2], nodes[2:]
     futures = job.join(*quick)
-    time.sleep(1)  # all four places could be taken by now
+    until(lambda: max((node.arrived or 0) for node in quick) == 4)  # as many as there are places
+    assert not wait([*futures, *newcomers], timeout=1, return_when=FIRST_COMPLETED).done
     futures += job.join(*slow)
     assert ranks([each.result(JOIN) for each in futures]) == ranks(before)
     assert not any(each.done() for each in newcomers)
