@@ -228,6 +228,21 @@ def callees() -> Iterator[Callee]:
         ),
         (dist.ProcessGroup, "_set_group_desc", f"(self: {group}, arg0: str) -> None", "register"),
         (dist.Reducer, "_reset_state", f"({c_plus_plus}) -> None", "reset_reducer"),
+        (dist.Reducer, "_set_static_graph", f"({c_plus_plus}) -> None", "renew_reducer"),
+        (DDP, "_build_params_for_reducer", "self", "parts_of_reducer"),
+        (DDP, "_build_debug_param_to_name_mapping", "self, parameters", "parts_of_reducer"),
+        (
+            DDP,
+            "_ddp_init_helper",
+            "self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph",
+            "renew_reducer",
+        ),
+        (
+            dist,
+            "_register_comm_hook",
+            "(reducer: c10d::Reducer, state: object, comm_hook: object) -> None",
+            "renew_reducer",
+        ),
         (
             torch.amp.grad_scaler,
             "_refresh_per_optimizer_state",
@@ -655,7 +670,6 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     assert of_elastic.layout_of_buckets(ddp) is not None
     assert of_elastic.group_of_ddp(ddp) is ddp.process_group
     assert not of_elastic.is_static(ddp)
-    assert of_elastic.is_static(DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True))
     assert "0" in of_elastic.names_of_groups()
     assert of_elastic.backends_of("gloo") == {"gloo"}
     changed = torch.zeros(1)
@@ -677,6 +691,34 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     state = scaler._per_optimizer_states[0]
     of_elastic.reset_scaler(scaler)
     assert scaler._per_optimizer_states[0] == state
+
+
+def test_a_reducer_with_a_static_graph_begins_anew(ddp: Any) -> None:
+    calls: list[str] = []
+
+    def reduced(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        calls.append("hook")
+        if len(calls) == 1:
+            of_elastic.call_behind_backward(lambda: calls.append("behind"))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    net = DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True)
+    # torch reads annotations, and not those that are text.
+    net.register_comm_hook(None, lambda _, bucket: reduced(bucket))
+    assert of_elastic.is_static(net) and not of_elastic.has_met_static_graph(net)
+    parts = of_elastic.parts_of_reducer(net)
+    assert parts[0] == list(net.parameters())
+    net(torch.ones(1, 2))  # a pass that does not end
+    of_elastic.renew_reducer(net, parts)
+    net(torch.ones(1, 2)).sum().backward()
+    assert of_elastic.has_met_static_graph(net)
+    assert calls == ["hook", "behind"]
+    of_elastic.push_parameters(net)
+    net(torch.ones(1, 2)).sum().backward()
+    assert of_elastic.layout_of_buckets(net) is not None
+    assert of_elastic.broadcast_from(2).rootRank == 2
 
 
 def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:

@@ -505,7 +505,7 @@ class Session:
         if error is None:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
-            self._objects.modes.note_complete()
+            self._objects.note_complete()
             if self._is_task and meeting is not None and meeting.begun is not None:
                 # Reading all parameters at the beginning of each function would cost too much where one runs in each step.
                 changes = meeting.begun.changes

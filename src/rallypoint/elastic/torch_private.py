@@ -185,7 +185,7 @@ def reset_reducer(net: Any) -> None:
 
 def settle_buckets(net: Any) -> None:
     """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see :class:`.Scripted`."""
-    net.reducer._push_all_rebuilt_params()
+    push_parameters(net)
     rebuild_buckets(net)
 
 
@@ -202,6 +202,53 @@ def rebuild_buckets(net: Any) -> None:
 def is_static(net: Any) -> bool:
     """Whether DDP learns in its first iteration which gradients it gets, and in which order."""
     return bool(net.static_graph)
+
+
+def has_met_static_graph(net: Any) -> bool:
+    """Whether the first backward pass of a DDP module with a static graph has begun."""
+    return bool(net._static_graph_delay_allreduce_enqueued)
+
+
+def parts_of_reducer(net: Any) -> tuple[Any, ...]:
+    """What DDP makes its reducer from. The first are the parameters that it reduces."""
+    parameters, sparse = net._build_params_for_reducer()
+    return parameters, sparse, net._build_debug_param_to_name_mapping(parameters)
+
+
+def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
+    """Let a DDP module with a static graph make its first pass once more: its reducer cannot forget half a pass.
+
+    The old reducer takes its hooks on the parameters with it.
+
+    Args:
+        parts: from :func:`parts_of_reducer`.
+    """
+    net._ddp_init_helper(*parts, net.static_graph)
+    net.reducer._set_static_graph()
+    net.logger._set_static_graph()
+    net._static_graph_delay_allreduce_enqueued = False
+    net._has_rebuilt_buckets = False
+    module: Any = dist
+    for hook, state in net._comm_hooks:
+        module._register_comm_hook(net.reducer, state, hook)
+
+
+def push_parameters(net: Any) -> None:
+    """As if the gradients of all parameters had arrived, in the parameters' order: DDP settles its layout in the next pass."""
+    net.reducer._push_all_rebuilt_params()
+
+
+def call_behind_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass under way, after what is to be called there already, if it succeeds."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def broadcast_from(root: int) -> Any:
+    """Options of a broadcast from a group rank."""
+    options = _c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def stateful_hook(net: Any) -> str:

@@ -53,6 +53,8 @@ class KeptGroup(dist.ProcessGroup):
         self.answerer: Answerer | None = None
         self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
         self.before: Callable[[KeptGroup, str], None] | None = None
+        # Other arguments of a collective, or its work.
+        self.amend: Callable[[KeptGroup, str, tuple[Any, ...]], Any] | None = None
         self.explain: Explain | None = None  # in a session
 
     def connect(self, wiring: Wiring) -> None:
@@ -105,6 +107,11 @@ class KeptGroup(dist.ProcessGroup):
         return attended(function, self._lives)
 
     def run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        if self.amend is not None:
+            amended = self.amend(self, operation, (*args, *kwargs.values()))
+            if isinstance(amended, dist.Work):
+                return amended
+            args, kwargs = amended, {}
         answerer = self.answerer
         if answerer is not None:
             return answerer.run(self, operation, (*args, *kwargs.values()))

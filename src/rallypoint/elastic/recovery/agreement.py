@@ -33,6 +33,7 @@ class Standing:
         door: where it takes copies of other ranks' state: host, port and token; None if it takes none.
         guests: whose snapshots it has whole, and which.
         ranks: how many ranks its state is for: what the script changes with that number (``Session.on_resize``) is done.
+        unused: of each DDP module with a static graph that this rank knows: the parameters that no rank uses; None of others.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Standing:
     door: tuple[str, int, str] | None = None
     guests: tuple[tuple[int, tuple[Held, ...]], ...] = ()
     ranks: int = 0
+    unused: tuple[tuple[int, ...] | None, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,9 +67,11 @@ class Standing:
         guests = tuple(
             (rank, tuple(Held(**each) for each in copies)) for rank, copies in record["guests"]
         )
+        unused = tuple(None if each is None else tuple(each) for each in record["unused"])
         return cls(
             **{
                 **record,
+                "unused": unused,
                 "layouts": layouts,
                 "groups": groups,
                 "snapshots": snapshots,
@@ -88,6 +92,7 @@ class Verdict:
         layouts: of DDP's gradients, for all ranks.
         snapshot: to which all go back.
         fetches: who has a rank's copy of it, and the rank, which lacks it. All do them in this order.
+        known: what each rank knows of static graphs (``Standing.unused``).
     """
 
     source: int | None
@@ -96,6 +101,7 @@ class Verdict:
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...]
     snapshot: Held | None = None
     fetches: tuple[tuple[int, int], ...] = ()
+    known: tuple[tuple[int, tuple[tuple[int, ...] | None, ...]], ...] = ()
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:
@@ -128,7 +134,8 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)
     receivers = tuple(each.rank for each in standings if not each.whole or each.steps < furthest)
-    return Verdict(source.rank, receivers, furthest, _layouts(whole))
+    known = _known(standings)
+    return Verdict(source.rank, receivers, furthest, _layouts(whole), known=known)
 
 
 def _go_back(standings: Sequence[Standing]) -> Verdict:
@@ -153,7 +160,14 @@ def _go_back(standings: Sequence[Standing]) -> Verdict:
         for each in standings
         if snapshot not in (each.snapshots or ())
     )
-    return Verdict(None, (), snapshot.steps, _layouts(standings), snapshot, fetches)
+    layouts, known = _layouts(standings), _known(standings)
+    return Verdict(None, (), snapshot.steps, layouts, snapshot, fetches, known)
+
+
+def _known(
+    standings: Sequence[Standing],
+) -> tuple[tuple[int, tuple[tuple[int, ...] | None, ...]], ...]:
+    return tuple((each.rank, each.unused) for each in standings)
 
 
 def _layouts(

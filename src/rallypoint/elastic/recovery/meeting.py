@@ -317,7 +317,9 @@ class Meeting:
             objects=self._objects.describe(),
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
-            layouts=self._objects.layouts(settle=True),
+            # That of a rank that is not whole would not count.
+            layouts=self._objects.layouts(settle=self.whole or self._objects.is_sharded),
+            unused=self._objects.static_graphs.unused(),
             snapshots=self._keeping.held(),
             node=self._kept.node,
             lacks_own=self._lacks_own,
@@ -436,7 +438,7 @@ class Meeting:
         self._keeping.settle(
             verdict, begun, receives=receives, is_new=self._is_new, buffers=buffers
         )
-        self._objects.restore_layouts(verdict.layouts, list(self._kept.groups))
+        self._objects.restore_layouts(verdict.layouts, verdict.known)
         # From here on this rank can be right.
         self.whole, self._is_new, self._lacks_own = True, False, False
         if course.steps != verdict.steps:

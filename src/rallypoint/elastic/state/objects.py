@@ -30,6 +30,7 @@ from .modes import Flags, Modes
 from .param_groups import Members, add_missing, members
 from .plain_data import of_kind, plain, unreadable
 from .settings import Settings
+from .static_graphs import StaticGraphs, Unused
 
 
 _TENSOR = "rallypoint tensor"
@@ -45,7 +46,7 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a static graph, or a communication hook with state; a parameter or buffer is sparse.
+        ElasticError: a DDP module has a communication hook with state; a parameter or buffer is sparse.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -85,8 +86,10 @@ class Objects:
         self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
         self._new_at = {net: _versions(net) for net in self.ddp}
-        # Layouts that were settled here. DDP changes none, but cannot tell one of sparse gradients before it has had some.
+        # Layouts that were settled here. DDP changes none, but tells the first one that it had, and none with sparse gradients before
+        # it has had some.
         self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
+        self.static_graphs = StaticGraphs(self.ddp)
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
@@ -211,11 +214,12 @@ class Objects:
 
     def _layout_of(self, net: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
         """None also where nobody can tell it; if no rank can, all settle it once more."""
-        try:
+        if net in self._settled:
+            return self._settled[net]
+        with contextlib.suppress(RuntimeError):
             layout = torch_private.layout_of_buckets(net)
-        except RuntimeError:
-            return self._settled.get(net)
-        return None if layout is None else tuple(map(tuple, layout))
+            return None if layout is None else tuple(map(tuple, layout))
+        return None
 
     def _has_stepped(self, net: DistributedDataParallel) -> bool:
         """Whether an optimizer has changed it since its reducer was new."""
@@ -226,20 +230,35 @@ class Objects:
         """The module's collectives are answered here, by nobody else."""
         group = torch_private.group_of_ddp(net)
         inner, group.inner, group.answerer = group.inner, None, answerer
+        amend, group.amend = group.amend, None
         try:
             yield
         finally:
-            group.inner, group.answerer = inner, None
+            group.inner, group.answerer, group.amend = inner, None, amend
+
+    def note_complete(self) -> None:
+        """A step is complete."""
+        self.modes.note_complete()
+        for net in self.static_graphs.note_complete():
+            # DDP settles its layout after one pass more.
+            self._new_at[net] = _versions(net)
 
     def restore_layouts(
-        self, layouts: Sequence[tuple[tuple[int, ...], ...] | None], groups: Sequence[KeptGroup]
+        self,
+        layouts: Sequence[tuple[tuple[int, ...], ...] | None],
+        known: Sequence[tuple[int, Unused]] | None = None,
     ) -> None:
-        """Make each DDP module ready for a first pass, with this layout. The groups have no connections meanwhile.
+        """Make each DDP module ready for a first pass, with this layout.
 
         DDP has no way to set a layout. But it settles one by asking rank 0 for it, so it is told this one.
+
+        Args:
+            layouts: of each.
+            known: what each rank knows of static graphs (:class:`.StaticGraphs`); None: as before.
         """
         for net, layout in zip(self.ddp, layouts, strict=True):
             torch_private.reset_reducer(net)
+            self.static_graphs.prepare(net, known, has_layout=layout is not None)
             self._new_at[net] = _versions(net)
             self._settled.pop(net, None)
             if layout is None:
@@ -431,11 +450,6 @@ def _check_layouts(module: nn.Module) -> None:
 
 def _check_ddp(given: Any) -> None:
     for part in given.modules() if isinstance(given, nn.Module) else ():
-        if isinstance(part, DistributedDataParallel) and torch_private.is_static(part):
-            raise ElasticError(
-                "elastic.session: DistributedDataParallel(static_graph=True) cannot be kept: a process that takes a lost rank"
-                " over would reduce its first gradients in another order than the others"
-            )
         if isinstance(part, DistributedDataParallel) and (
             name := torch_private.stateful_hook(part)
         ):
