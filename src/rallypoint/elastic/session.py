@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from rallypoint._core import step_reports
+from rallypoint._core import join_blocks, step_reports
 from rallypoint.errors import ElasticError, MembershipChanged
 
 from . import torch_private
@@ -476,6 +476,11 @@ class Session:
         self._check_way()
         if self._in_step:
             raise ElasticError("session.step() within session.step(): a step contains no other")
+        if self._meeting is not None and (join_blocks.is_open() or self._objects.is_joined):
+            raise ElasticError(
+                "session.step() within a Join block: the ranks may be in different steps, so a loss there could not be recovered from."
+                " Open the block within the step, around its micro-batches; or have an elastic.Sampler share the samples"
+            )
         if course.of_step() is Doing.REHEARSE:
             self._prepare_rehearsal(None).enter()
             self._in_step = self._rehearses = True

@@ -261,6 +261,11 @@ def group_of_ddp(net: Any) -> Any:
     return net.process_group
 
 
+def is_joined(net: Any) -> bool:
+    """Whether a block of torch's ``Join`` is open around a DDP module."""
+    return bool(net._join_config.enable)
+
+
 def has_workers(loader: Any) -> bool:
     """Whether the worker processes of a DataLoader with ``persistent_workers`` are running."""
     return loader._iterator is not None

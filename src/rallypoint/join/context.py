@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from rallypoint import events
+from rallypoint._core import join_blocks
 from rallypoint.errors import ConfigError, InputsExhausted, JoinError
 
 from . import exchange, torch_private
@@ -230,6 +231,7 @@ class Join:
                     each.register_forward_pre_hook(self._before_forward) for each in modules
                 ]
                 stack.callback(self._remove_hooks)
+            stack.enter_context(join_blocks.opened())
             self._stack = stack.pop_all()
         self._run = run
         return self

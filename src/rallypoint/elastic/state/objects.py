@@ -65,7 +65,8 @@ class Objects:
         modules = [each for each in given if isinstance(each, nn.Module)]
         given = self.given = (*given, *of_no_module(self.optimizers, modules))
         self.modules = [each for each in given if isinstance(each, nn.Module)]
-        parts = (part for module in self.modules for part in module.modules())
+        parts = [part for module in self.modules for part in module.modules()]
+        self.ddp = [each for each in parts if isinstance(each, DistributedDataParallel)]
         submodules = list({id(each): each for each in parts}.values())
         # Everything else that has a state of its own, in the same order on all ranks.
         self.others = [
@@ -92,10 +93,9 @@ class Objects:
         self.static_graphs = StaticGraphs(self.ddp)
 
     @property
-    def ddp(self) -> list[DistributedDataParallel]:
-        """All DDP modules, also those within others."""
-        found = [part for module in self.modules for part in module.modules()]
-        return [each for each in found if isinstance(each, DistributedDataParallel)]
+    def is_joined(self) -> bool:
+        """Whether a block of torch's Join is open around one of the DDP modules."""
+        return any(map(torch_private.is_joined, self.ddp))
 
     def local_tensors(self) -> Iterator[torch.Tensor]:
         """This rank's part of all parameters and buffers, in the same order on all ranks."""
