@@ -386,6 +386,29 @@ def test_a_session_goes_on_with_more_workers_and_each_rank_s_batch(tmp_path):
 
 
 @pytest.mark.skipif(LAUNCHER != "rally", reason="others end a job that loses a worker")
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [
+        (2, ("--parallel", "ddp", "--compile", "aot_eager")),
+        pytest.param(2, ("--parallel", "fsdp"), marks=pytest.mark.long),
+        pytest.param(4, ("--parallel", "tp"), marks=pytest.mark.long),
+    ],
+)
+def test_a_language_model_ends_the_same_with_chaos(tmp_path, workers, words):
+    train = [*command(LAUNCHER, "--nproc-per-node", str(workers)), EXAMPLES / "elastic_gpt.py"]
+    train += [*words, "--epochs", "1", "--characters", "14000", "--batch-size", "16"]
+    ends = []
+    for chaos in ("0", "0.25"):
+        done = succeed(*train, "--chaos", chaos, cwd=tmp_path)
+        assert (chaos != "0") == ("takes its place" in done.stderr)
+        written, end = done.stdout.rsplit("\n", 2)[:2]
+        ends.append(
+            (written, re.fullmatch(r"(loss [\d.]+ after \d+ steps); \d recoveries", end)[1])
+        )
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.skipif(LAUNCHER != "rally", reason="others end a job that loses a worker")
 def test_a_session_with_chaos_trains_on_the_same_images_and_ends_the_same(tmp_path):
     train = [*command(LAUNCHER), EXAMPLES / "elastic_digits.py"]
     ends = []
