@@ -6,14 +6,18 @@ look up. Nothing here leads out: no name server is reachable.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import uuid
@@ -169,13 +173,31 @@ class Node:
         self.killed = False
         self.tmp = tmp
         self.process = process
+        self._busy = threading.Lock()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
+        fd, rest = self.process.stderr.fileno(), b""
+        while True:
+            select.select([fd], [], [])
+            with self._busy:
+                data = os.read(fd, 1 << 16)
+                *whole, rest = (rest + data).split(b"\n")
+                whole += [rest] if rest and not data else []
+                at = time.monotonic()
+                self.lines += [(at, line.decode(errors="replace").rstrip()) for line in whole]
+            if not data:
+                return
+
+    def _await_reader(self) -> None:
+        """What is in the pipe is in `lines` then. (Others may keep its other end open.)"""
+        left = array.array("i", [1])
+        while left[0] and self._thread.is_alive():
+            time.sleep(0.002)
+            fcntl.ioctl(self.process.stderr.fileno(), termios.FIONREAD, left)
+        with self._busy:
+            pass
 
     @property
     def pid(self) -> int:
@@ -209,7 +231,9 @@ class Node:
 
     def wait(self, timeout: float = PATIENCE) -> int:
         try:
-            return self.process.wait(timeout)
+            code: int = self.process.wait(timeout)
+            self._await_reader()
+            return code
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} does not end; it said:\n{self.says()}") from None
 

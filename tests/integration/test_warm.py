@@ -235,6 +235,10 @@ def test_a_stopped_server_is_not_waited_for_long(jobs: Jobs) -> None:
         told = jobs.run()
         assert "--warm has no effect: the warm server has not answered for 5 s" in told["printed"]
         assert told["server"] != server
+        words = [RALLY, "warm", "--stop", str(server)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "no answer (is it stopped?) from the warm server at /" in done.stderr
     finally:
         os.kill(server, signal.SIGCONT)
 

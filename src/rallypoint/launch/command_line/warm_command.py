@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rallypoint.control.tables.quantities import duration
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, ControlError
 from rallypoint.launch.server import warm_client
 
 
@@ -30,6 +30,7 @@ def command(words: Sequence[str]) -> str:
 
     Raises:
         ConfigError: a flag is unknown.
+        ControlError: a server that was to end does not answer.
     """
     if {"-h", "--help"} & set(words):
         return HELP
@@ -40,8 +41,13 @@ def command(words: Sequence[str]) -> str:
                 "warm", word, "no such flag (known: --stop, --json)", "rally warm --help"
             )
     if "--stop" in words:
-        stopped = warm_client.stop(pids)
-        return f"ended: {', '.join(map(str, stopped))}" if stopped else _NONE
+        stopped, silent = warm_client.stop(pids)
+        ended = f"ended: {', '.join(map(str, stopped))}" if stopped else ""
+        if silent:
+            which = ", ".join(map(str, silent))
+            silence = f"no answer (is it stopped?) from the warm server at {which}"
+            raise ControlError("; ".join(filter(None, [ended, silence])))
+        return ended or _NONE
     if pids:
         raise ConfigError("warm", str(pids[0]), "a pid without --stop", "rally warm --help")
     if "--json" in words:

@@ -35,6 +35,8 @@ MODULES = ("torch", "torch.distributed")
 MOST = 4
 # Seconds until a running server answers, and a new one has imported torch.
 PATIENCE, START_PATIENCE = 5.0, 60.0
+# Seconds for one that is to end: it answers once it has ended.
+STOP_PATIENCE = 15.0
 _TITLE_ROOM = 2048
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
@@ -210,33 +212,43 @@ def _make_room(folder: Path, name: str) -> None:
     """Stop servers of other versions of this installation; and the one idle longest, if there are too many."""
     others = [each for each in folder.glob("*.sock") if each.stem != name]
     for path in [each for each in others if warm_key.is_outdated(each.stem, name)]:
-        _ask(path, {"do": "stop"})
+        _asked_if_it_answers(path, {"do": "stop"})
         others.remove(path)
     idle = []
     for path in others if len(others) >= MOST else []:
-        told = _ask(path, {"do": "status"})
+        told = _asked_if_it_answers(path, {"do": "status"})
         if told is not None and told["idle"] is not None:
             idle.append((told["idle"], path))
     if idle:
-        _ask(max(idle)[1], {"do": "stop"})
+        _asked_if_it_answers(max(idle)[1], {"do": "stop"})
 
 
 def running() -> list[Message]:
-    """What each warm server of this user says of itself."""
-    found = (_ask(path, {"do": "status"}) for path in _sockets())
+    """What each warm server of this user says of itself. Those that do not answer are left out."""
+    found = (_asked_if_it_answers(path, {"do": "status"}) for path in _sockets())
     return [each for each in found if each is not None]
 
 
-def stop(pids: Sequence[int] = ()) -> list[int]:
-    """Stop the warm servers of this user, or those with these pids. Jobs that run go on. Returns the pids."""
-    stopped = []
+def stop(pids: Sequence[int] = ()) -> tuple[list[int], list[Path]]:
+    """Stop the warm servers of this user, or those with these pids. Jobs that run go on.
+
+    Blocks until they have ended.
+
+    Returns:
+        The pids of those that have ended, and the sockets of those that have not answered.
+    """
+    stopped, silent = [], []
     for path in _sockets():
-        told = _ask(path, {"do": "status"})
-        if told is None or (pids and told["pid"] not in pids):
-            continue
-        if _ask(path, {"do": "stop"}) is not None:
+        try:
+            told = _ask(path, {"do": "status"})
+            if told is None or (pids and told["pid"] not in pids):
+                continue
+            # If there is none any longer, it ended meanwhile.
+            _ask(path, {"do": "stop"}, STOP_PATIENCE)
             stopped.append(int(told["pid"]))
-    return stopped
+        except TimeoutError:
+            silent.append(path)
+    return stopped, silent
 
 
 def _sockets() -> list[Path]:
@@ -246,8 +258,19 @@ def _sockets() -> list[Path]:
         return []
 
 
-def _ask(path: Path, question: Message) -> Message | None:
-    """Ask a server; None if it is gone."""
+def _asked_if_it_answers(path: Path, question: Message) -> Message | None:
+    try:
+        return _ask(path, question)
+    except TimeoutError:
+        return None
+
+
+def _ask(path: Path, question: Message, patience: float = PATIENCE) -> Message | None:
+    """Ask a server; None if it is gone.
+
+    Raises:
+        TimeoutError: it has not answered.
+    """
     try:
         connection = _dial(path)
     except OSError:
@@ -257,11 +280,14 @@ def _ask(path: Path, question: Message) -> Message | None:
     channel = Channel(connection)
     try:
         channel.send(question)
-        answer = _answer(channel, START_PATIENCE if _is_new(path) else PATIENCE)
+        answer = _answer(channel, START_PATIENCE if _is_new(path) else patience)
+        has_ended = channel.closed_by_peer
     except OSError:
         return None
     finally:
         channel.close()
+    if answer is None and not has_ended:
+        raise TimeoutError(f"{path} has not answered")
     return None if answer is None else answer[0]
 
 
