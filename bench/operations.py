@@ -346,8 +346,8 @@ def _cpu(pid: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--pairs", type=int, default=12, help="of jobs")
-    parser.add_argument("--turns", type=int, default=500, help="of each of the two jobs")
+    parser.add_argument("--pairs", type=int, default=24, help="of jobs")
+    parser.add_argument("--turns", type=int, default=250, help="of each of the two jobs")
     parser.add_argument("--times", type=int, default=7, help="looks of each kind")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="write the JSON there as well")
