@@ -5,8 +5,8 @@
 
 DistributedDataParallel and Adam, with 1 and with 100 million parameters, and with a script that pays 3 s of set-up. A worker is
 killed at a random instant, again and again in the same job. Side by side: a session of rallypoint.elastic, `rally run` that
-restarts all workers, and torchrun that does. Also the cost of a session in a step, and how fast the state of 100 million
-parameters arrives. See bench/README.md.
+restarts all workers, torchrun that does, and, where they are installed, torchft and NVRx's in-process restart. Also the cost of a
+session in a step, and how fast the state of 100 million parameters arrives. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import recovery_rivals
 from jobs import RALLY, TORCHRUN, Job, Progress, adopt_orphans, machine, publish, ratio, spread
 
 from rallypoint.control.client import connect
@@ -39,6 +42,8 @@ GIVE_UP = 120.0
 CALM_STEPS, WARM_UP = 260, 60
 # Parameters of a large model: 100 million. The state of Adam is twice that.
 LARGE = 10_000
+# What those that are not ours are tried with: a part of the name, width, seconds of set-up.
+RIVALS = (("", 1000, 0.0), (", 3 s of set-up", 1000, 3.0))
 OVERHEAD, SPARE_TIME = 1.01, 0.4
 # With a spare, four and eight workers.
 WITH_SPARE, WITH_SPARE_OF_8 = 0.2, 0.25
@@ -194,6 +199,22 @@ def await_spares(job: Job, count: int) -> None:
     raise TimeoutError(f"{count} spares do not wait within {GIVE_UP:g} s")
 
 
+@dataclass
+class Seen:
+    """What losses have cost.
+
+    Args:
+        survivors_s, all_s: seconds from each kill to the next step of the survivors, and of all.
+        lost: steps that were done and had to be done again.
+        kept: all survivors have kept their process.
+    """
+
+    survivors_s: list[float] = field(default_factory=list)
+    all_s: list[float] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    kept: bool = True
+
+
 def losses(
     launcher: list[str],
     mode: str,
@@ -205,31 +226,67 @@ def losses(
     workers: int = WORKERS,
     spares: int = 0,
 ) -> dict[str, Any]:
-    """One job whose workers are killed one after the other."""
-    chance = random.Random(7)
-    survivors_s: list[float] = []
-    all_s: list[float] = []
-    lost: list[int] = []
-    kept = True
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher is TORCHRUN else {}
+    """One job whose workers are killed one after the other; with NVRx, which replaces none and does not survive rank 0, one job each."""
+    seen, chance, told = Seen(), random.Random(7), list[str]()
+    replaces = mode != "nvrx"
+    for first in range(1) if replaces else range(kills):
+        numbers = range(1, kills + 1) if replaces else [first + 1]
+        line: Callable[[Path], list[str]] = (
+            (lambda _: recovery_rivals.command(mode, workers, width, setup))
+            if mode in recovery_rivals.MODULES
+            else lambda script: command(launcher, mode, width, setup, script, workers, spares)
+        )
+        told += lose(
+            line, numbers, width, progress, name, workers, spares, seen, chance, replaces=replaces
+        )
+    moved = [each for each in map(json.loads, told) if each.get("kind") == "session_recovered"]
+    return {
+        "kills": kills,
+        "survivors_next_step_s": spread(seen.survivors_s),
+        "all_next_step_s": spread(seen.all_s),
+        "steps_lost": spread(seen.lost, 0),
+        "survivors_keep_their_process": seen.kept and len(seen.survivors_s) == kills,
+        "state_bytes": max((each["bytes_received"] for each in moved), default=None),
+        "transfer_s": spread([each["transferred"] for each in moved if each["bytes_received"]]),
+    }
+
+
+def lose(
+    line: Callable[[Path], list[str]],
+    numbers: Iterable[int],
+    width: int,
+    progress: Progress,
+    name: str,
+    workers: int,
+    spares: int,
+    seen: Seen,
+    chance: random.Random,
+    *,
+    replaces: bool,
+) -> list[str]:
+    """One job, with a kill for each of the numbers. Returns its events."""
+    # torchrun's own store would outlive a restart.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         script = folder / "train.py"
         script.write_text(TRAIN)
         board = Board(folder, workers)
         events = folder / "events"
-        line = command(launcher, mode, width, setup, script, workers, spares)
-        job = Job(line, folder, RALLY_EVENTS=str(events), **env)
+        words = line(script)
+        job = Job(
+            words, folder, RALLY_EVENTS=str(events), **(env if words[0] == TORCHRUN[0] else {})
+        )
         try:
             progress.step(f"{name}: start")
             board.wait(lambda lines: all(step > 3 for _, step, _ in lines), job)
-            for number in range(1, kills + 1):
+            for number in numbers:
                 progress.step(f"{name}: kill {number}")
                 time.sleep(chance.uniform(0.5, 1.5) if width < 5000 else chance.uniform(5.0, 9.0))
                 if spares:
                     await_spares(job, spares)
                 before = board.lines()
-                victim = chance.randrange(workers)
+                victim = chance.randrange(0 if replaces else 1, workers)
                 at = time.monotonic()
                 try:
                     os.kill(before[victim][0], signal.SIGKILL)
@@ -250,28 +307,19 @@ def losses(
                     return all(last > at for _, _, last in lines) and back(lines, others)
 
                 found = board.wait(lambda lines, ranks=others: back(lines, ranks), job)
-                whole = board.wait(whole_again, job)
+                whole = board.wait(whole_again, job) if replaces else found
                 if found is None or whole is None:
                     break
-                survivors_s.append(max(found[rank][2] for rank in others) - at)
-                all_s.append(max(last for _, _, last in whole) - at)
-                lost.append(max(0, furthest + 1 - min(step for _, step, _ in found)))
-                kept = kept and all(before[rank][0] == whole[rank][0] for rank in others)
+                seen.survivors_s.append(max(found[rank][2] for rank in others) - at)
+                if replaces:
+                    seen.all_s.append(max(last for _, _, last in whole) - at)
+                seen.lost.append(max(0, furthest + 1 - min(step for _, step, _ in found)))
+                seen.kept = seen.kept and all(before[each][0] == whole[each][0] for each in others)
             (folder / "stop").touch()
             job.wait(GIVE_UP)
-            told = events.read_text().splitlines() if events.exists() else []
+            return events.read_text().splitlines() if events.exists() else []
         finally:
             job.clean_up()
-    moved = [each for each in map(json.loads, told) if each.get("kind") == "session_recovered"]
-    return {
-        "kills": kills,
-        "survivors_next_step_s": spread(survivors_s),
-        "all_next_step_s": spread(all_s),
-        "steps_lost": spread(lost, 0),
-        "survivors_keep_their_process": kept and len(all_s) == kills,
-        "state_bytes": max((each["bytes_received"] for each in moved), default=None),
-        "transfer_s": spread([each["transferred"] for each in moved if each["bytes_received"]]),
-    }
 
 
 def steps(mode: str, number: int) -> float:
@@ -324,6 +372,12 @@ def main() -> int:
         *([] if quick else [("torchrun, 3 s of set-up", TORCHRUN, "restart", 1000, 3.0, 2)]),
         *([] if quick else [("session, 100 M", RALLY, "session", LARGE, 0.0, 3)]),
         *([] if quick else [("restart, 100 M", RALLY, "restart", LARGE, 0.0, 2)]),
+        *(
+            (f"{name}{more}", [], name, width, setup, 1 if quick else 4)
+            for name in recovery_rivals.MODULES
+            if recovery_rivals.is_installed(name)
+            for more, width, setup in RIVALS[: 1 if quick else None]
+        ),
     ]
     # Workers, seconds of set-up, kills, seconds that are promised.
     with_spare = {
@@ -333,8 +387,10 @@ def main() -> int:
     if options.spares:
         cases = []
     turns = 0 if options.spares else 1 if quick else 7
-    counts = [*(count for *_, count in cases), *(count for *_, count, _ in with_spare.values())]
-    progress = Progress(sum(1 + count for count in counts) + 2 * turns + (not quick))
+    # Each job has a line of progress, and each kill.
+    lines = sum(count + (count if mode == "nvrx" else 1) for _, _, mode, *_, count in cases)
+    lines += sum(1 + count for *_, count, _ in with_spare.values())
+    progress = Progress(lines + 2 * turns + (not quick))
     result: dict[str, Any] = {"benchmark": "recovery", "machine": machine(), "workers": WORKERS}
     rows = result["losses"] = {
         name: losses(launcher, mode, width, setup, count, progress, name)
@@ -406,8 +462,15 @@ def plot(rows: dict[str, Any], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    names = [name for name, row in rows.items() if row["all_next_step_s"]["median"] is not None]
-    values = [rows[name]["all_next_step_s"]["median"] for name in names]
+    found = {}
+    for name, row in rows.items():
+        everybody, survivors = (
+            row[each]["median"] for each in ("all_next_step_s", "survivors_next_step_s")
+        )
+        if survivors is not None:
+            which = name if everybody is not None else f"{name} (survivors: nobody else comes)"
+            found[which] = survivors if everybody is None else everybody
+    names, values = list(found), list(found.values())
     colours = ["tab:blue" if name.startswith("session") else "tab:gray" for name in names]
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(names) + 1.2), layout="constrained")
     bars = axes.barh(names, values, color=colours)
