@@ -126,19 +126,20 @@ size = int(sys.argv[1])
 fd = os.memfd_create("copy")
 os.ftruncate(fd, size)
 shared = mmap.mmap(fd, size)
-source = bytearray(os.urandom(1 << 20)) * (size >> 20)
+source = (bytearray(os.urandom(1 << 20)) * (-(-size >> 20)))[:size]
 target = bytearray(size)
 ready, done = os.pipe(), os.pipe()
 pid = os.fork()
 step = 16 << 20
 if pid == 0:
+    os.close(ready[1])
     for start in range(0, size, step):
-        os.read(ready[0], 1)
+        assert os.read(ready[0], 1)
         target[start:start + step] = shared[start:start + step]
     os.write(done[1], b"x")
     os._exit(0)
-for _ in range(0, size, 4096 * 256):
-    pass
+# Whoever is left alone notices.
+os.close(ready[0]), os.close(done[1])
 began = time.perf_counter()
 for start in range(0, size, step):
     shared[start:start + step] = source[start:start + step]
