@@ -389,7 +389,8 @@ def test_a_session_goes_on_with_more_workers_and_each_rank_s_batch(tmp_path):
 @pytest.mark.parametrize(
     ("workers", "words"),
     [
-        (2, ("--parallel", "ddp", "--compile", "aot_eager")),
+        (2, ("--parallel", "ddp")),
+        pytest.param(2, ("--parallel", "ddp", "--compile", "aot_eager"), marks=pytest.mark.long),
         pytest.param(2, ("--parallel", "fsdp"), marks=pytest.mark.long),
         pytest.param(4, ("--parallel", "tp"), marks=pytest.mark.long),
     ],
