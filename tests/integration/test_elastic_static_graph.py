@@ -15,7 +15,7 @@ from supervisors import run
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import gc, json, os, pathlib, signal, sys, weakref
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -95,6 +95,10 @@ with elastic.session(*nets, *optimizers) as session:
     end = [value for net in nets for each in net.parameters() for value in each.flatten().tolist()]
 (FOLDER / f"end {rank}").write_text(json.dumps([end, session.position]))
 dist.destroy_process_group()
+module = weakref.ref(nets[0].module)
+del nets, optimizers, session, x, epoch
+gc.collect()
+assert module() is None, "the session's model stays"
 """
 
 

@@ -412,7 +412,8 @@ class Session:
         else:
             kept.link.tell({"kind": "kept failed", "step": self._course.steps})
         for each in kept.groups:
-            each.before = each.explain = None
+            # It outlives the session, and would hold the model.
+            each.before = each.explain = each.amend = None
         for hook in self._hooks:
             hook.remove()
         if kept.copies is not None:

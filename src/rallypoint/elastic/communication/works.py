@@ -79,7 +79,10 @@ class KeptWork(dist.Work):
             RuntimeError: it failed, did not end in time, or a member is lost.
         """
         try:
-            return self._wait(timeout)
+            completed = self._wait(timeout)
+            # DDP's reducer holds a work for as long as it lives, and this holds the session, and with it the model.
+            self._explain = None
+            return completed
         except RuntimeError as error:
             changed = None if self._explain is None else self._explain(error)
             if changed is None:
