@@ -77,6 +77,44 @@ def test_calls_in_a_handler_are_answered(options, how):
         workers.run(rpc_workers.leave)
 
 
+class Strikes:
+    """Unpickling it interrupts the process, amid the work of a call."""
+
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGUSR1,)
+
+
+def strikes(count):
+    return [Strikes() for _ in range(count)]
+
+
+def gives_strikes(count):
+    yield from strikes(count)
+
+
+def test_a_handler_has_run_when_the_call_returns_that_it_was_late_in():
+    with Workers(2) as workers:
+        workers.run(rpc_workers.join)
+
+        def case():
+            interruptions._AGAIN = 20.0  # it is not sent again meanwhile
+            ran = []
+            signal.signal(signal.SIGUSR1, lambda *_: ran.append(True))
+            counts = []
+            rpc.rpc_sync("w1", strikes, (1,))
+            counts.append(len(ran))
+            rpc.rpc_async("w1", strikes, (1,)).wait()
+            counts.append(len(ran))
+            rpc.remote("w1", strikes, (1,)).to_here()
+            counts.append(len(ran))
+            for _ in rpc.rpc_stream("w1", gives_strikes, (3,)):
+                counts.append(len(ran))
+            return counts
+
+        assert workers.on(0, case, limit=60) == [1, 2, 3, 4, 5, 6]
+        workers.run(rpc_workers.leave)
+
+
 def test_a_handler_that_shuts_down_waits_for_the_call_that_it_has_interrupted():
     with Workers(2) as workers:
         workers.run(rpc_workers.join_dynamic)

@@ -19,7 +19,7 @@ from rallypoint.wire.remote_error import message_of
 from .connections.calls import Call
 from .current_agent import ELSEWHERE
 from .current_context import CURRENT, within
-from .interruptions import Lent, Rest
+from .interruptions import DUE, Lent, Rest, run_due
 from .serialization.payload import refuse_future, register_reducer
 from .threads.thread_pool import ThreadPool, waiting
 from .torch_private import NativeFuture, fail_future
@@ -141,7 +141,11 @@ class RpcFuture(Future[T]):
                     outgoing.wait(call)
         if not _done(self):
             self._sleep()
-        return self._value()
+        try:
+            return self._value()
+        finally:
+            if DUE:
+                run_due()
 
     def _sleep(self) -> None:
         """Sleep until it is completed. Unlike torch's wait, this can be interrupted by signals."""

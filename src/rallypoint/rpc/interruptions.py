@@ -7,9 +7,9 @@ problem, since Python waits until it returns. Wrapping handlers gives our code t
 - Outside our code, the handler runs at once.
 - Where the main thread sleeps until an answer comes (:class:`Rest`), it first releases what others need. After the
   handler has run, the sleep ends with :class:`Lent` and is repeated.
-- Anywhere else, the handler becomes due. It runs before the next such sleep (:meth:`Rest.check`), or when the signal,
-  which is sent again after a millisecond, arrives in one of the two cases above. If it finds the main thread in the
-  same place again and again, that is another kind of wait, and the handler runs.
+- Anywhere else, the handler becomes due. It runs before the next such sleep (:meth:`Rest.check`), when the call returns, or when the
+  signal, which is sent again after a millisecond, arrives in one of the two cases above. If it finds the main thread in
+  the same place again and again, that is another kind of wait, and the handler runs.
 
 Handlers are wrapped while this process is a worker, by replacing ``signal.signal`` and ``signal.getsignal``, which still
 show the original handlers. Python's own handler for Ctrl-C is not wrapped.

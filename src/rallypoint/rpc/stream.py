@@ -104,7 +104,11 @@ class ItemChannel(Generic[T]):
             else:
                 with pool.waiting():
                     found = self._wait()
-        return self._accept(found, threading.current_thread)
+        try:
+            return self._accept(found, threading.current_thread)
+        finally:
+            if DUE:
+                run_due()
 
     def _poll(self) -> Any:
         """The next item's frame, ``_END``, or None: wait. Takes no lock."""

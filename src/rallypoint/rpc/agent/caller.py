@@ -130,6 +130,9 @@ class Caller:
                 # The error is the callee's. The frames of this package would not explain it.
                 raise error.with_traceback(None) from error.__cause__
             raise
+        finally:
+            if DUE:
+                run_due()
 
     def begin(
         self,
@@ -161,6 +164,9 @@ class Caller:
                 # The error is the callee's. The frames of this package would not explain it.
                 raise error.with_traceback(None) from error.__cause__
             raise
+        finally:
+            if DUE:
+                run_due()
 
     def call_async(
         self,
