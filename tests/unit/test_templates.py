@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint._core import process
+from rallypoint._core import clock, process
 from rallypoint.launch.server import learning, templates
 from rallypoint.launch.server.channel import Message
 from rallypoint.launch.server.templates import Templates
@@ -205,6 +205,21 @@ def test_a_stopped_template_is_given_up(server: Server, monkeypatch: pytest.Monk
     os.close(write)
     with open(read, "rb") as file:
         assert file.read() == b"", "no worker is left that could start later"
+
+
+def test_reports_that_say_nothing_new_put_a_template_off_for_a_while_only(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "QUIET", 2.0)
+    due = []
+    for now in (0.0, 1.0, 2.5, 4.0, 5.5):
+        monkeypatch.setattr(clock.MONOTONIC, "now", lambda now=now: now)
+        server.templates.hear("sets_a_variable", ["RANK"])
+        due.append(server.templates.next_time())
+    assert due == [2.0, 3.0, 4.5, 6.0, 6.0]
+    # What is new would take another template: it is waited for again.
+    server.templates.hear("another", ["RANK"])
+    assert server.templates.next_time() == 7.5
 
 
 def test_a_late_report_takes_a_template_out_of_use(server: Server) -> None:

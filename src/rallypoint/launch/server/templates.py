@@ -14,9 +14,12 @@ from . import learning, template
 from .channel import Channel, Message, socket_pair
 
 
-# Seconds without a new report before a template is made: workers that still import need the CPU themselves.
+# Seconds without a report before a template is made: workers that still import need the CPU themselves.
 # Twice as long after each template.
 QUIET = 2.0
+# How many times as long reports that say nothing new can put a template off. Where workers are lost all the time,
+# those that replace them import all the time, and need the template most.
+LONGEST_QUIET = 3
 # Templates per job, as a bound: each costs the CPU time of its imports.
 MOST = 6
 # Seconds that the import of one package may take.
@@ -57,6 +60,7 @@ class Templates:
         self._template: _Template | None = None
         self._made = 0
         self._due: float | None = None
+        self._due_at_the_latest = 0.0
         self._told: tuple[object, ...] = ()
 
     # -- what the loop asks -------------------------------------------------------------------------
@@ -66,8 +70,10 @@ class Templates:
         before = self._learned
         self._learned = before.reported(package, changed, paths)
         is_new = (self._learned.wanted(), self._learned.paths) != (before.wanted(), before.paths)
-        if is_new or self._due is not None:
+        if is_new:
             self._plan()
+        elif self._due is not None:
+            self._due = min(clock.MONOTONIC.now() + self._quiet(), self._due_at_the_latest)
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the template reports; -1 without one."""
@@ -142,7 +148,11 @@ class Templates:
                 or not self._learned.paths <= self._template.paths
             )
         ):
-            self._due = clock.MONOTONIC.now() + QUIET * 2**self._made
+            now, quiet = clock.MONOTONIC.now(), self._quiet()
+            self._due, self._due_at_the_latest = now + quiet, now + LONGEST_QUIET * quiet
+
+    def _quiet(self) -> float:
+        return QUIET * (1 << self._made)
 
     def _may_use(self, held: _Template) -> bool:
         learned = self._learned
