@@ -191,6 +191,7 @@ SANS_IO = {
     "ray/roster.py",
     "ray/sizes.py",
     "elastic/recovery/agreement.py",
+    "elastic/communication/replicas.py",
     "join/schedule.py",
     "wire/auth.py",
     "wire/frames.py",

@@ -107,9 +107,7 @@ def test_a_handler_has_run_when_the_call_returns_that_it_was_late_in():
             counts.append(len(ran))
             rpc.remote("w1", strikes, (1,)).to_here()
             counts.append(len(ran))
-            for _ in rpc.rpc_stream("w1", gives_strikes, (3,)):
-                counts.append(len(ran))
-            return counts
+            return counts + [len(ran) for _ in rpc.rpc_stream("w1", gives_strikes, (3,))]
 
         assert workers.on(0, case, limit=60) == [1, 2, 3, 4, 5, 6]
         workers.run(rpc_workers.leave)

@@ -16,7 +16,7 @@ from rallypoint.elastic.communication.connections import watched
 from rallypoint.elastic.loops import rng
 from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.elastic.loops.rng import RandomState
-from rallypoint.elastic.recovery.agreement import Standing, judge
+from rallypoint.elastic.recovery.agreement import Fetch, Standing, judge
 from rallypoint.elastic.session import Session
 from rallypoint.elastic.state.objects import Objects
 from rallypoint.elastic.storage import memory
@@ -292,10 +292,10 @@ def test_a_snapshot_of_a_lost_node_comes_from_its_partners() -> None:
         standing(2, 9, snapshots=(first, second), guests=((0, (first, second)), (1, (first,)))),
     ]
     found = judge([lost, *survivors])
-    assert (found.snapshot, found.steps, found.fetches) == (second, 8, ((2, 0),))
+    assert (found.snapshot, found.steps, found.fetches) == (second, 8, (Fetch(0, 2, 0),))
     found = judge(
         [Standing.from_json(json.loads(json.dumps(e.to_json()))) for e in (lost, *survivors)]
     )
-    assert found.fetches == ((2, 0),)
+    assert found.fetches == (Fetch(0, 2, 0),)
     with pytest.raises(ElasticError, match=r"whole on all ranks .*rank 0: none; rank 1: 4, 8"):
         judge([lost, standing(1, 9, snapshots=(first, second))])

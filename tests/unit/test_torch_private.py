@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import math
 import multiprocessing.process
 import multiprocessing.util
 import pickle
@@ -35,6 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd
 import torch.distributed.checkpoint.filesystem
+import torch.distributed.tensor._redistribute
+import torch.distributed.tensor.debug
 import torch.jit._builtins
 import torch.library
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +45,9 @@ from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils.data import DataLoader, TensorDataset
@@ -249,6 +254,14 @@ def callees() -> Iterator[Callee]:
             "",
             "reset_scaler",
         ),
+        (DeviceMesh, "_compute_coordinate_on_dim", "self", "renew_mesh"),
+        (torch.distributed.tensor.debug, "_clear_sharding_prop_cache", "", "forget_traces"),
+        (
+            torch.distributed.tensor._redistribute,
+            "_gen_transform_infos",
+            "src_spec, dst_spec, use_graph_based_transform",
+            "forget_traces",
+        ),
     ):
         yield Callee(owner, name, signature, elastic + ours)
     rpc = "rpc/torch_private.py: "
@@ -353,6 +366,14 @@ ATTRIBUTES = {
     "_C",
     "_Options",
     "_all_gather_result",
+    "_coordinate_on_dim",
+    "_flatten_rank_map",
+    "_hash",
+    "_layout",
+    "_rank",
+    "_rank_map",
+    "_redistribute",
+    "_st_info",
     "_fsdp_param_groups",
     "_get_fsdp_state",
     "_is_root",
@@ -719,6 +740,52 @@ def test_a_reducer_with_a_static_graph_begins_anew(ddp: Any) -> None:
     net(torch.ones(1, 2)).sum().backward()
     assert of_elastic.layout_of_buckets(net) is not None
     assert of_elastic.broadcast_from(2).rootRank == 2
+
+
+def test_private_attributes_of_meshes_that_sessions_use(ddp: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    assert any(each is mesh for each in of_elastic.meshes())
+    assert of_elastic.ranks_of_mesh(mesh) == ((0,), (0,))
+    kind = type(of_elastic.layout_of_mesh(mesh))
+    wider = kind.from_sizes_strides((4, 2), (2, 1))
+    assert of_elastic.first_size(wider) == 4 and of_elastic.first_size(kind([])) == 1
+    narrower = of_elastic.with_first_size(wider, 3)
+    assert narrower == kind.from_sizes_strides((3, 2), (2, 1))
+    before = hash(mesh)
+    of_elastic.renew_mesh(mesh, range(6), narrower, 0)
+    assert (mesh.shape, mesh.get_coordinate()) == ((3, 2), (0, 0))
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]] and hash(mesh) != before
+    assert mesh["replicas"].mesh.tolist() == [0, 2, 4]
+    assert mesh == init_device_mesh_without_groups((3, 2))
+
+
+def init_device_mesh_without_groups(shape: tuple[int, ...]) -> DeviceMesh:
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    return DeviceMesh(
+        "cpu", ranks, mesh_dim_names=("replicas", "shards"), _init_backend=False, _rank=0
+    )
+
+
+def test_private_attributes_of_replicated_fsdp_that_sessions_use(ddp: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    for each in (*net, net):
+        fully_shard(each, mesh=mesh)
+    (weight, _) = net.parameters()
+    groups = of_elastic.groups_of_tensor(weight)
+    assert [is_split for _, is_split in groups] == [False, True]
+    assert groups[0][0] is mesh.get_group("replicas")
+    assert of_elastic.groups_of_tensor(torch.zeros(1)) == []
+    (group,) = net[0]._get_fsdp_state()._fsdp_param_groups
+    group.mesh_info.replicate_mesh_size = group.mesh_info.replicate_mesh_rank = 7
+    of_elastic.renew_fsdp_meshes([net])
+    assert (group.mesh_info.replicate_mesh_size, group.mesh_info.replicate_mesh_rank) == (1, 0)
+    of_elastic.forget_traces()
+    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(torch.nn.Linear(2, 2), two["tp"], ColwiseParallel())
+    within = DistributedDataParallel(model, device_mesh=two["dp"])
+    assert all(map(of_elastic.is_localized, within.parameters()))
+    assert not any(map(of_elastic.is_localized, ddp.parameters()))
 
 
 def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:

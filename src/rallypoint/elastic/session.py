@@ -30,6 +30,7 @@ from .loops.loaders import begun_in, loaders_in, samplers_in
 from .loops.local_values import LocalValues
 from .loops.own_state import OwnState
 from .loops.rng import RandomState, keep_local
+from .recovery import resizing
 from .recovery.keeping import Keeping
 from .recovery.meeting import Meeting, Recovery
 from .recovery.replicated import Replicated
@@ -113,6 +114,7 @@ class Session:
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
         self._resizes = False  # in the same processes
+        self._replica = 0  # how many ranks have the whole state together, if that is of importance
         self._renews = (
             False  # the loop over batches has another number of ranks from the next batch on
         )
@@ -165,7 +167,8 @@ class Session:
                 that from the others, and does not call it. The next checkpoint has the change.
             in_place: the script asks for its rank and the number of ranks wherever it needs them, so both may change as it runs. Then a
                 session over several nodes (``--nnodes MIN:MAX``) goes on in the same processes when a node is lost and no other takes
-                its place, or when one joins. This takes replicated state, groups of all ranks only, and loops over loaders with an
+                its place, or when one joins. Sharded state takes whole replicas on each node: HSDP, and tensor-parallel modules with
+                replicated data parallelism, both with the replicas as the first dimension of the mesh. Loops are over loaders with an
                 :class:`.Sampler`. Otherwise all workers are started again.
         Raises:
             ElasticError: the session has begun.
@@ -352,7 +355,9 @@ class Session:
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
-        self._resizes = self._resizes and not self._objects.is_sharded and kept.groups.are_of_all
+        if self._resizes:
+            self._replica = resizing.prepare(kept, self._objects, self._become_fixed) or 0
+            self._resizes = self._replica > 0
         told = {"sharded": sharded, "saves": saves, "resizes": self._resizes}
         if kept.takes_over:
             held = kept.link.enter(kept.generation, rank, None, **told)
@@ -439,7 +444,9 @@ class Session:
                 objects, course, memory, self._catch_up, copies, resizes=self._resizes
             )
         self._memory = memory
-        self._meeting = Meeting(kept, objects, course, self._keeping, memory, copies)
+        self._meeting = Meeting(
+            kept, objects, course, self._keeping, memory, copies, replica=self._replica
+        )
         return self._meeting
 
     def _catch_up(self, error: BaseException | None = None) -> None:
@@ -452,15 +459,23 @@ class Session:
         meeting, kept = self._meeting, self._kept
         if meeting is None or kept is None or not kept.was_resized:
             return
-        size = dist.get_world_size()
-        self._course.resize(size)
+        size, course = dist.get_world_size(), self._course
+        if not self._objects.is_sharded:
+            course.resize(size)
         if meeting.has_moved:
-            meeting.has_moved, self._renews = False, self._course.in_batches
+            # A loss may have led back already.
+            meeting.has_moved, self._renews = False, course.in_batches and not course.is_back
             if self._checkpoints is not None:
                 self._checkpoints.resize(dist.get_rank(), size, boards(lambda: kept.address))
         before, meeting.ranks = meeting.ranks, size
         for callback in self._on_resize if before != size else ():
             callback(before, size)
+
+    def _become_fixed(self) -> None:
+        """From now on the session cannot go on with another number of ranks in the same processes."""
+        self._resizes = False
+        if self._kept is not None:
+            self._kept.link.tell({"kind": "kept fixed"})
 
     def _check_way(self) -> None:
         if self._course.has_strayed:
@@ -531,7 +546,6 @@ class Session:
         is_fresh = course.in_body and not self._is_task and not course.place.done
         if meeting.has_moved and is_fresh and course.steps == before:
             # Nobody has trained on this batch: it comes again, shared in another way.
-            assert isinstance(self._keeping, Replicated)
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
@@ -566,7 +580,7 @@ class Session:
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
         if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
-            self._memory.progress.begin(group.kept_name)
+            self._memory.progress.begin(group.label)
         if self._in_step:
             self._keeping.note_collective()
             if operation in torch_private.REDUCE_SCATTERS:
@@ -728,8 +742,7 @@ class Session:
         course = self._course
         if self._resizes and self._kept is not None and not samplers_in(loaders_in(loader)):
             # What another number of ranks would read of it, nobody knows.
-            self._resizes = False
-            self._kept.link.tell({"kind": "kept fixed"})
+            self._become_fixed()
         own = course.begin_batches()
         if own is None or own.place.begun is None:
             epoch = course.place.epoch if self._in_epochs else self._iterations - 1

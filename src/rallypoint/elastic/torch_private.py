@@ -7,6 +7,7 @@ the installed torch for each name and its signature.
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import random
 import sys
@@ -67,12 +68,15 @@ def name_group(group: Any, name: str) -> None:
     group._set_group_name(name)
 
 
+# It returns nothing, when it has ended.
+MONITORED_BARRIER = "monitored_barrier"
 # A group's operations. Some have two names: an old one, and that of torch 2.13. All members get the same from these.
 SAME_FOR_ALL = frozenset(
     {
         *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "allgather"),
         *("allgather_coalesced", "_allgather_base", "all_gather_single"),
         *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        MONITORED_BARRIER,
     }
 )
 REDUCE_SCATTERS = (
@@ -85,14 +89,30 @@ COLLECTIVES = (
     *REDUCE_SCATTERS,
 )
 # These change the tensors that they are given.
-IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "barrier", "reduce", "send"})
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
-# A group's other methods.
-PASSED_ON = (
-    *("monitored_barrier", "_start_coalescing", "_end_coalescing", "_get_backend", "_has_hooks"),
-    *("_set_sequence_number_for_group", "_get_sequence_number_for_group"),
-    *("_register_on_completion_hook", "_wait_for_pending_works", "_enable_collectives_timing"),
+IN_PLACE = frozenset(
+    {
+        "allreduce",
+        "allreduce_coalesced",
+        "broadcast",
+        "barrier",
+        "reduce",
+        "send",
+        MONITORED_BARRIER,
+    }
 )
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+# A group's other methods, and what they return where it has no connections.
+PASSED_ON = {
+    "_start_coalescing": None,
+    "_end_coalescing": None,
+    "_get_backend": None,
+    "_has_hooks": False,
+    "_set_sequence_number_for_group": None,
+    "_get_sequence_number_for_group": 0,
+    "_register_on_completion_hook": None,
+    "_wait_for_pending_works": None,
+    "_enable_collectives_timing": None,
+}
 
 
 # -- making torch's groups ours -------------------------------------------------------------------------------
@@ -391,6 +411,93 @@ def is_gradient(grad: torch.Tensor) -> bool:
     part = local_part(grad)
     values = part.coalesce().values() if part.is_sparse else part
     return bool(values.any()) and bool(values.isfinite().all())
+
+
+# -- device meshes --------------------------------------------------------------------------------------------------------
+
+
+def meshes() -> list[Any]:
+    """All device meshes of this process."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    # By its type: an object may pretend to be of another class, and loads something to find out.
+    return [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]
+
+
+def ranks_of_mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The ranks of the mesh that a mesh is a part of, and its own in the order of its dimensions; None if this one is not among them."""
+    here = getattr(mesh, "_coordinate_on_dim", None)
+    return mesh._flatten_rank_map, None if here is None else tuple(mesh.mesh.flatten().tolist())
+
+
+def layout_of_mesh(mesh: Any) -> Any:
+    """The sizes of its dimensions, and where in the ranks of the whole mesh they lie."""
+    return mesh._layout
+
+
+def first_size(layout: Any) -> int:
+    """The size of the first dimension that has more than one rank, or of its first part if it was made of several; 1 without one."""
+    shapes = [each.shape for each in layout if each.shape]
+    return shapes[0][0] if shapes else 1
+
+
+def with_first_size(layout: Any, size: int) -> Any:
+    """The layout with another size there."""
+    axes = list(layout)
+    at = next(at for at, each in enumerate(axes) if each.shape)
+    axes[at] = type(axes[at])((size, *axes[at].shape[1:]), axes[at].stride)
+    return type(layout)(axes)
+
+
+def renew_mesh(mesh: Any, rank_map: Sequence[int], layout: Any, rank: int) -> None:
+    """Let a mesh be one of other ranks from now on.
+
+    Args:
+        rank_map: of the mesh that it is a part of.
+        layout: its own.
+        rank: of this process.
+    """
+    mesh._rank_map = torch.tensor(rank_map, dtype=torch.int)
+    mesh._flatten_rank_map = tuple(rank_map)
+    mesh._layout, mesh._rank, mesh._hash = layout, rank, None
+    mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
+
+
+def renew_fsdp_meshes(modules: Iterable[Any]) -> None:
+    """FSDP2 has taken sizes and ranks from its meshes: let it have the present ones."""
+    states = [each._get_fsdp_state() for module in modules for each in fsdp_parts(module)]
+    for group in (group for state in states for group in state._fsdp_param_groups):
+        infos = [group.mesh_info, *(each.mesh_info for each in group.fsdp_params)]
+        for info in infos:
+            if info.replicate_mesh_dim is not None:
+                info.replicate_mesh_size = info.mesh.size(info.replicate_mesh_dim)
+                info.replicate_mesh_rank = info.replicate_process_group.rank()
+
+
+def forget_traces() -> None:
+    """Forget what was worked out, or compiled, for meshes of other sizes."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    of_dtensor: Any = debug
+    of_dtensor._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def groups_of_tensor(tensor: Any) -> list[tuple[Any, bool]]:
+    """The groups of a tensor's mesh, and whether it is sharded among their members; none of a tensor without a mesh."""
+    if not is_tensor_sharded(tensor):
+        return []
+    return [
+        (tensor.device_mesh.get_group(dim), not placement.is_replicate())
+        for dim, placement in enumerate(tensor.placements)
+    ]
+
+
+def is_localized(parameter: Any) -> bool:
+    """Whether DDP has put this rank's part of a sharded parameter in its place, until the first forward pass."""
+    return hasattr(parameter, "_st_info")
 
 
 def reset_fsdp(module: Any) -> None:

@@ -9,6 +9,7 @@ part of each group's description, which logs and flight recorders show; the laun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rallypoint._core import env as environment
+from rallypoint._core import env as environment, resizable
 from rallypoint.errors import ConfigError
 
 from . import members, torch_private
@@ -101,6 +102,8 @@ class ParallelMesh:
         self._groups: dict[tuple[tuple[str, ...], str | None], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._destroyed = False
+        self._first = self.layout  # that the groups were made for
+        resizable.register(self)
 
     @property
     def coordinates(self) -> Mapping[str, int]:
@@ -286,11 +289,22 @@ class ParallelMesh:
                 "create a new mesh over the current one",
             )
 
+    def can_resize(self, replica: int) -> bool:
+        """Whether an elastic session can go on with more or fewer replicas of so many ranks each: they are the outermost axis."""
+        inner = self.layout.degree("ep", "cp", "tp")
+        are_gloo = set(self._backends.values()) <= {"gloo"}
+        return self.layout.pp == 1 and replica % inner == 0 and are_gloo
+
+    def resize(self, rank: int, ranks: int) -> None:
+        """An elastic session goes on with so many ranks, and this process is one of them; the groups stay the same objects."""
+        self.rank = rank
+        self.layout = replace(self.layout, dp=ranks // self.layout.degree("cp", "tp"))
+
     def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the axes, as axes of the grid, that have more than one rank."""
         self.layout.degree(*axes)  # raises for unknown axes
         parts = {part for axis in axes for part in (("edp", "ep") if axis == "dp" else (axis,))}
-        return tuple(axis for axis in GRID if axis in parts and self.degree(axis) > 1)
+        return tuple(axis for axis in GRID if axis in parts and self._first.degree(axis) > 1)
 
     def _make(self, axes: tuple[str, ...], backend: str | None) -> dist.ProcessGroup:
         own: dist.ProcessGroup | None = None

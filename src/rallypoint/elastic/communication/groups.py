@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from rallypoint._core import rank_watch
 from rallypoint.elastic import torch_private
+from rallypoint.errors import ElasticError
 
 from .connections import Wiring
-from .works import Explain, KeptMessage, KeptWork, Lives, attended, dispose
+from .replicas import Span, replica_size, span_of
+from .works import Explain, KeptMessage, KeptWork, Lives, attended, dispose, done
 
 
 T = TypeVar("T")
@@ -47,6 +49,8 @@ class KeptGroup(dist.ProcessGroup):
         self.kept_name = name
         self._names = [name, ""]
         self.members = tuple(ranks)
+        self.setup_rank = rank  # that with which this process runs the script's set-up
+        self.span: Span | None = None  # of the replicas, where there may be more or fewer of these
         self._rank, self._timeout = rank, timeout
         self._lives: Lives | None = None  # of the inner group's connections
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
@@ -57,6 +61,11 @@ class KeptGroup(dist.ProcessGroup):
         self.amend: Callable[[KeptGroup, str, tuple[Any, ...]], Any] | None = None
         self.explain: Explain | None = None  # in a session
 
+    @property
+    def label(self) -> str:
+        """A name that no other group of the job has. Those of two replicas may share torch's: the set-up of one was that of the other."""
+        return f"{self.kept_name}@{self.members[0]}"
+
     def connect(self, wiring: Wiring) -> None:
         """Form the inner group.
 
@@ -65,7 +74,7 @@ class KeptGroup(dist.ProcessGroup):
             RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
         """
         self._drop()
-        inner = wiring.group(self.kept_name, self._rank, len(self.members), self._timeout)
+        inner = wiring.group(self.label, self._rank, len(self.members), self._timeout)
         torch_private.name_group(inner, self.kept_name)
         self.inner, self.answerer, self._lives = inner, None, wiring.lives
 
@@ -120,13 +129,13 @@ class KeptGroup(dist.ProcessGroup):
         if self.before is not None:
             self.before(self, operation)
         try:
-            work: dist.Work = getattr(self.inner, operation)(*args, **kwargs)
+            work = self._begun(operation, args, kwargs)
         except RuntimeError as error:
             changed = None if self.explain is None else self.explain(error)
             if changed is None:
                 raise
             raise changed from error
-        if self._lives is not None:
+        if self._lives is not None and operation != torch_private.MONITORED_BARRIER:
             if operation in torch_private.POINT_TO_POINT:
                 work = KeptMessage(work, self._lives, self._timeout, self.explain)
             else:
@@ -134,6 +143,14 @@ class KeptGroup(dist.ProcessGroup):
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work
+
+    def _begun(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        function = getattr(self.inner, operation)
+        if operation != torch_private.MONITORED_BARRIER:
+            work: dist.Work = function(*args, **kwargs)
+            return work
+        self.transfer(lambda: function(*args, **kwargs))
+        return done(None)
 
     def rank(self) -> int:
         """Of this process in the group. The script may keep it."""
@@ -155,9 +172,14 @@ class KeptGroup(dist.ProcessGroup):
         """Be another rank from now on."""
         self._rank = rank
 
-    def resize(self, rank: int, size: int) -> None:
-        """In a group of all ranks, without connections: be this rank of so many from now on."""
-        self._rank, self.members = rank, tuple(range(size))
+    def resize(self, rank: int, members: Sequence[int]) -> None:
+        """Without connections: be this rank of these from now on.
+
+        Args:
+            rank: of this process, in the group.
+            members: global ranks.
+        """
+        self._rank, self.members = rank, tuple(members)
         torch_private.set_members(self, self.members)
 
     # -- what is not a collective ------------------------------------------------------------------
@@ -208,9 +230,10 @@ def _operation(name: str) -> Callable[..., dist.Work]:
     return run
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _passed_on(name: str, otherwise: Any) -> Callable[..., Any]:
     def call(self: KeptGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
+        inner = self.inner
+        return otherwise if inner is None else getattr(inner, name)(*args, **kwargs)
 
     call.__name__ = name
     return call
@@ -219,8 +242,8 @@ def _passed_on(name: str) -> Callable[..., Any]:
 # By the names that Python and C++ call them by.
 for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
-for _name in torch_private.PASSED_ON:
-    setattr(KeptGroup, _name, _passed_on(_name))
+for _name, _otherwise in torch_private.PASSED_ON.items():
+    setattr(KeptGroup, _name, _passed_on(_name, _otherwise))
 for _function in vars(KeptGroup).values():
     if isinstance(_function, FunctionType):
         torch_private.run_uncompiled(_function)
@@ -237,6 +260,10 @@ class Groups:
     def __init__(self, wiring: Wiring | None, answerer: Answerer | None) -> None:
         self._wiring, self._answerer = wiring, answerer
         self._groups: list[KeptGroup] = []
+        self._replica: int | None = (
+            None  # how many ranks one has, if there may be more or fewer replicas
+        )
+        self._on_misfit: Callable[[], None] | None = None
         self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
 
     @property
@@ -268,15 +295,44 @@ class Groups:
         for group in self._groups:
             group.become(group.members.index(rank))
 
-    @property
-    def are_of_all(self) -> bool:
-        """Whether each has all ranks as its members."""
-        return all(group.members == self._groups[0].members for group in self._groups)
+    def find_replicas(
+        self,
+        split: Sequence[KeptGroup],
+        ranks_of_node: int,
+        on_misfit: Callable[[], None],
+    ) -> int | None:
+        """How many ranks a replica has, if there may be more or fewer of these from now on; None if the groups do not allow it.
 
-    def resize(self, rank: int, size: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. Each group has all ranks, and no connections."""
+        Args:
+            split: those among whose members tensors are sharded.
+            ranks_of_node: how many ranks are on this node.
+            on_misfit: called when a group is made later that does not allow it.
+        """
+        ranks = len(self._groups[0].members)
+        members, parts = ([each.members for each in some] for some in (self._groups, split))
+        size = self._replica = replica_size(members, parts, ranks, ranks_of_node)
+        if size is not None:
+            self._on_misfit = on_misfit
+            for group in self._groups:
+                self._note_span(group, size, ranks)
+        return size
+
+    def _note_span(self, group: KeptGroup, size: int, ranks: int) -> None:
+        if len(group.members) == ranks:
+            group.span = Span(tuple(range(size)), is_over_all=True)
+        else:
+            group.span = span_of(group.members, size, ranks)
+
+    def resize(self, rank: int, ranks: int) -> None:
+        """There are so many ranks from now on, and this process is one of them. No group has connections."""
+        assert self._replica is not None
         for group in self._groups:
-            group.resize(rank, size)
+            if group.span is None:
+                raise ElasticError(
+                    f"a group of ranks {list(group.members)}, made in the session, does not fit another number of ranks"
+                )
+            members = group.span.members(self._replica, rank, ranks)
+            group.resize(members.index(rank), members)
 
     def _make(
         self,
@@ -313,4 +369,8 @@ class Groups:
         description = options.get("group_desc") or "undefined"
         torch_private.register(group, str(backend), prefixed, str(group_name), description, tag)
         self._groups.append(group)
+        if self._replica is not None and self._on_misfit is not None:
+            self._note_span(group, self._replica, len(self._groups[0].members))
+            if group.span is None:
+                self._on_misfit()
         return group, prefixed

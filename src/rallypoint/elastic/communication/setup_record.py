@@ -21,6 +21,7 @@ from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
 from .groups import KeptGroup
+from .works import KeptMessage, done, flat
 
 
 # Bytes of one result, and of a rank's whole record.
@@ -34,25 +35,40 @@ class Recorder:
 
     def __init__(self) -> None:
         self._results: dict[str, list[tuple[str, list[bytes] | None]]] = {}
+        # Messages are each rank's own: another one has sent what this one has received.
+        self._messages: dict[str, list[tuple[str, list[bytes] | None]]] = {}
         self._groups: dict[str, KeptGroup] = {}
         self._size = 0
 
     def observe(
         self, group: KeptGroup, operation: str, args: tuple[Any, ...], work: dist.Work
     ) -> None:
-        """Take down an operation's result. Blocks: until it is there."""
+        """Take down an operation's result. Blocks: until it is there; but for messages, whose end may depend on what the script does
+        next."""
         self._groups[group.kept_name] = group
-        results = self._results.setdefault(group.kept_name, [])
         if operation in torch_private.POINT_TO_POINT:
-            results.append((operation, None))  # its end may depend on what the script does next
+            self._observe_message(group.kept_name, operation, args, work)
             return
         work.wait()
-        results.append((operation, self._data(operation, args)))
+        results = self._results.setdefault(group.kept_name, [])
+        results.append((operation, self._data(args)))
 
-    def _data(self, operation: str, args: tuple[Any, ...]) -> list[bytes] | None:
-        if operation == "barrier" or not args:
-            return []
-        tensors = list(_flat(args[0]))
+    def _observe_message(
+        self, name: str, operation: str, args: tuple[Any, ...], work: dist.Work
+    ) -> None:
+        messages = self._messages.setdefault(name, [])
+        at = len(messages)
+        messages.append((operation, None))
+
+        def received() -> None:
+            if (data := self._data(args)) is not None:
+                messages[at] = operation, [*data, str(work.source_rank()).encode()]
+
+        if operation != "send" and isinstance(work, KeptMessage):
+            work.observer = received
+
+    def _data(self, args: tuple[Any, ...]) -> list[bytes] | None:
+        tensors = list(flat(args[0])) if args else []
         size = sum(each.numel() * each.element_size() for each in tensors)
         if size > MAX_RESULT or self._size + size > MAX_RECORD:
             return None
@@ -75,6 +91,8 @@ class Recorder:
                     (op, data if op in torch_private.SAME_FOR_ALL else None) for op, data in results
                 ]
                 found[_shared_key(name)] = _packed(shared)
+        for name, messages in self._messages.items():
+            found[_messages_key(name, self._groups[name].rank())] = _packed(messages)
         return found
 
 
@@ -88,11 +106,40 @@ class Replay:
     def __init__(self, read: Any) -> None:
         self._read = read
         self._left: dict[str, Iterator[tuple[str, list[bytes] | None]]] = {}
+        self._messages_left: dict[str, Iterator[tuple[str, list[bytes] | None]]] = {}
 
     def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
+        if operation in torch_private.POINT_TO_POINT:
+            rank_watch.bind(f"{operation} exchanges messages with certain ranks")
+            return self._run_message(group, operation, args)
         left = self._left.get(group.kept_name)
         if left is None:
             left = self._left[group.kept_name] = iter(self._load(group))
+        data = self._next(left, group, operation)
+        if data and operation not in torch_private.SAME_FOR_ALL:
+            rank_watch.bind(f"{operation} gives each rank a result of its own")
+        if data is not None and args:
+            for tensor, value in zip(flat(args[0]), data, strict=True):
+                _fill(tensor, value)
+        return done(args[0] if args else None)
+
+    def _run_message(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
+        left = self._messages_left.get(group.kept_name)
+        if left is None:
+            record = self._read(_messages_key(group.kept_name, group.rank()))
+            left = iter(_unpacked(record) if record else [])
+            self._messages_left[group.kept_name] = left
+        data = self._next(left, group, operation)
+        if not data:
+            return done(args[0])
+        *values, source = data
+        for tensor, value in zip(flat(args[0]), values, strict=True):
+            _fill(tensor, value)
+        return done(args[0], int(source))
+
+    def _next(
+        self, left: Iterator[tuple[str, list[bytes] | None]], group: KeptGroup, operation: str
+    ) -> list[bytes] | None:
         recorded, data = next(left, ("", None))
         if recorded != operation:
             raise ElasticError(
@@ -100,12 +147,7 @@ class Replay:
                 f" where the first start called {recorded or 'nothing'}: everything before the session must run"
                 " the same way each time"
             )
-        if data and operation not in torch_private.SAME_FOR_ALL:
-            rank_watch.bind(f"{operation} gives each rank a result of its own")
-        if data is not None and args:
-            for tensor, value in zip(_flat(args[0]), data, strict=True):
-                _fill(tensor, value)
-        return done(args[0] if args else None)
+        return data
 
     def _load(self, group: KeptGroup) -> list[tuple[str, list[bytes] | None]]:
         shared = self._read(_shared_key(group.kept_name))
@@ -152,9 +194,9 @@ def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
     """Work of a collective in which nobody else takes part: what is gathered or scattered is this rank's, or zero."""
     if operation in torch_private.IN_PLACE or len(args) < 2:
         return done(args[0] if args else None)
-    inputs = list(_flat(args[1])) if isinstance(args[1], (list, tuple, torch.Tensor)) else []
+    inputs = list(flat(args[1])) if isinstance(args[1], (list, tuple, torch.Tensor)) else []
     with torch.no_grad():
-        for number, output in enumerate(_flat(args[0])):
+        for number, output in enumerate(flat(args[0])):
             given = inputs[number % len(inputs)] if inputs else None
             if given is not None and given.shape == output.shape:
                 output.copy_(given)
@@ -163,40 +205,9 @@ def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
     return done(args[0])
 
 
-def done(result: Any) -> dist.Work:
-    """Work that has ended."""
-    return _Done(result)
-
-
-class _Done(dist.Work):
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def result(self) -> Any:
-        return list(_flat(self._result)) if self._result is not None else []
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(self.result())
-        return future
-
-
-def keys(name: str, rank: int) -> tuple[str, str]:
-    """The keys of what a rank got in a group, by the group's name and its rank there. Either may be missing in the store."""
-    return _shared_key(name), _own_key(name, rank)
+def keys(name: str, rank: int) -> tuple[str, ...]:
+    """The keys of what a rank got in a group, by the group's name and its rank there. Any may be missing in the store."""
+    return _shared_key(name), _own_key(name, rank), _messages_key(name, rank)
 
 
 def whole_key(rank: int) -> str:
@@ -212,12 +223,8 @@ def _own_key(name: str, rank: int) -> str:
     return f"setup/{name}/{rank}"
 
 
-def _flat(given: Any) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    else:
-        for each in given:
-            yield from _flat(each)
+def _messages_key(name: str, rank: int) -> str:
+    return f"setup/{name}/{rank}/messages"
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

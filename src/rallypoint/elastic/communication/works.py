@@ -8,7 +8,7 @@ a collective of a kept group is waited for in slices, and given up once its conn
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -159,6 +159,9 @@ class KeptMessage(KeptWork):
         lives: of its connections.
         timeout: the group's.
         explain: as above.
+
+    Attributes:
+        observer: called when it has ended well.
     """
 
     def __init__(
@@ -166,12 +169,17 @@ class KeptMessage(KeptWork):
     ) -> None:
         super().__init__(inner, lives, explain)
         self._timeout = timeout
+        self.observer: Callable[[], None] | None = None
 
     def _wait(self, timeout: timedelta | None) -> bool:
         # Without a time, Gloo takes the one that its connections were formed with. And it ends the connection with the first
         # wait that is too short, so there are no slices.
         inner, left = self._inner, timeout or self._timeout
-        return attended(lambda: inner.wait(left), self._lives)
+        ended = attended(lambda: inner.wait(left), self._lives)
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer()
+        return ended
 
     def get_future(self) -> Any:
         return self._inner.get_future()
@@ -206,6 +214,57 @@ def attended(function: Callable[[], T], lives: Lives) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def done(result: Any, source: int = 0) -> dist.Work:
+    """Work that has ended.
+
+    Args:
+        result: tensors, in lists or not; anything else is left out.
+        source: of a message: the rank in the group that it is from.
+    """
+    return _Done(result, source)
+
+
+class _Done(dist.Work):
+    def __init__(self, result: Any, source: int) -> None:
+        super().__init__()
+        self._result = result
+        self._source = source
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        return list(flat(self._result))
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+
+def flat(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an operation is given: one, or lists of them."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from flat(each)
 
 
 def dispose(group: Any) -> None:

@@ -34,6 +34,7 @@ class Standing:
         guests: whose snapshots it has whole, and which.
         ranks: how many ranks its state is for: what the script changes with that number (``Session.on_resize``) is done.
         unused: of each DDP module with a static graph that this rank knows: the parameters that no rank uses; None of others.
+        replica: how many ranks have the whole state together, if there may be more or fewer replicas; else 0.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Standing:
     guests: tuple[tuple[int, tuple[Held, ...]], ...] = ()
     ranks: int = 0
     unused: tuple[tuple[int, ...] | None, ...] = ()
+    replica: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,6 +84,21 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """A part of a snapshot that comes from another rank.
+
+    Args:
+        rank: lacks it.
+        holder: has it.
+        whose: the rank that took it: ``rank`` if it is a copy; ``holder`` if that is at the same place of another replica.
+    """
+
+    rank: int
+    holder: int
+    whose: int
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What follows.
 
@@ -91,7 +108,7 @@ class Verdict:
         steps: how many steps are complete.
         layouts: of DDP's gradients, for all ranks.
         snapshot: to which all go back.
-        fetches: who has a rank's copy of it, and the rank, which lacks it. All do them in this order.
+        fetches: of those who lack their part of it. All do them in this order.
         known: what each rank knows of static graphs (``Standing.unused``).
     """
 
@@ -100,7 +117,7 @@ class Verdict:
     steps: int
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...]
     snapshot: Held | None = None
-    fetches: tuple[tuple[int, int], ...] = ()
+    fetches: tuple[Fetch, ...] = ()
     known: tuple[tuple[int, tuple[tuple[int, ...] | None, ...]], ...] = ()
 
 
@@ -139,10 +156,11 @@ def judge(standings: Sequence[Standing]) -> Verdict:
 
 
 def _go_back(standings: Sequence[Standing]) -> Verdict:
-    held = {each.rank: set(each.snapshots or ()) for each in standings}
-    copies = [(rank, each.rank, some) for each in standings for rank, some in each.guests]
-    for rank, _, copied in copies:
-        held[rank] |= set(copied)
+    sources = _sources(standings)
+    held = {
+        each.rank: {*(each.snapshots or ()), *(one for one, _ in sources[each.rank])}
+        for each in standings
+    }
     snapshot = common([sorted(held[each.rank]) for each in standings])
     if snapshot is None:
         told = "; ".join(
@@ -153,15 +171,26 @@ def _go_back(standings: Sequence[Standing]) -> Verdict:
             f"no snapshot of the sharded state is whole on all ranks (of these steps they have one: {told})"
         )
     fetches = tuple(
-        (
-            min(holder for rank, holder, some in copies if rank == each.rank and snapshot in some),
-            each.rank,
-        )
+        next(fetch for held, fetch in sources[each.rank] if held == snapshot)
         for each in standings
         if snapshot not in (each.snapshots or ())
     )
     layouts, known = _layouts(standings), _known(standings)
     return Verdict(None, (), snapshot.steps, layouts, snapshot, fetches, known)
+
+
+def _sources(standings: Sequence[Standing]) -> dict[int, list[tuple[Held, Fetch]]]:
+    """From where each rank can get a part of a snapshot: its own rather than that of another replica."""
+    found: dict[int, list[tuple[Held, Fetch]]] = {each.rank: [] for each in standings}
+    for each in standings:
+        for rank, copied in each.guests:
+            found[rank] += [(held, Fetch(rank, each.rank, rank)) for held in copied]
+    for rank, size in ((each.rank, each.replica) for each in standings if each.replica):
+        for twin in (each for each in standings if (each.rank - rank) % size == 0):
+            if twin.rank != rank:
+                fetch = Fetch(rank, twin.rank, twin.rank)
+                found[rank] += [(held, fetch) for held in twin.snapshots or ()]
+    return found
 
 
 def _known(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rallypoint.elastic.loops.own_state import OwnState
 from rallypoint.elastic.loops.rng import RandomState
 from rallypoint.elastic.state.modes import Flags
 from rallypoint.elastic.storage.schedule import Held
@@ -48,6 +49,10 @@ class Keeping(Protocol):
     @property
     def random(self) -> RandomState | None:
         """The generators to begin the next step with, if they are not the present ones."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the state is for that :meth:`settle` has led back to; 0 if it leads back to none."""
 
     def held(self) -> tuple[Held, ...] | None:
         """The whole snapshots of this rank; None if it needs none."""
@@ -143,16 +148,29 @@ class Keeping(Protocol):
         """Wait until they have it, or a loss prevents it."""
 
     def take_copy(
-        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+        self,
+        held: Held,
+        size: int,
+        checksum: int,
+        receive: Callable[[torch.Tensor], None],
+        *,
+        is_own: bool,
     ) -> None:
-        """In a process whose memory was lost with its node: take its part of a snapshot from a partner.
+        """In a process whose memory was lost with its node, or that is one more: take its part of a snapshot from another.
 
         Args:
             held: which.
             size: in bytes.
             checksum: of the contents.
             receive: fills a tensor of so many bytes.
+            is_own: it is a copy of this rank's; False: the part of a rank at the same place of another replica.
         """
+
+    def contents(self, held: Held) -> tuple[torch.Tensor, int]:
+        """This rank's part of a snapshot, which is not to be kept: ``[n]``, uint8; and its checksum."""
+
+    def before_batch(self) -> OwnState:
+        """This rank's own state before the batch in hand was fetched, of whose body nothing is complete."""
 
     def take_place(self, data: bytes) -> None:
         """In a process whose memory was lost with its node: take another rank's own state (:meth:`own_at`) for what it tells of the

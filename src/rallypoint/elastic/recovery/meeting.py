@@ -24,7 +24,7 @@ from rallypoint.elastic.worker.link import Notice
 from rallypoint.elastic.worker.process import KeptProcess
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
-from .agreement import Standing, Verdict, judge
+from .agreement import Fetch, Standing, Verdict, judge
 from .keeping import Begun, Keeping
 
 
@@ -98,6 +98,7 @@ class Meeting:
         keeping: of this rank.
         memory: of this rank.
         copies: on other nodes, if there are any.
+        replica: how many ranks have the whole state together, if there may be more or fewer replicas; else 0.
 
     Attributes:
         whole: this rank's state is that after its last complete step.
@@ -115,7 +116,10 @@ class Meeting:
         keeping: Keeping,
         memory: Memory,
         copies: Copies | None = None,
+        *,
+        replica: int = 0,
     ) -> None:
+        self._replica = replica
         self._kept = kept
         self._objects = objects
         self._course = course
@@ -246,7 +250,7 @@ class Meeting:
 
     def _count_from(self, stage: Stage, generation: int) -> None:
         place = len(Stage) * generation + stage
-        self._memory.progress.restart((each.kept_name for each in self._kept.groups), place)
+        self._memory.progress.restart((each.label for each in self._kept.groups), place)
 
     def _meet(self, notice: Notice) -> None:
         kept, course = self._kept, self._course
@@ -274,6 +278,7 @@ class Meeting:
         if verdict.source is not None and self._rank in verdict.receivers:
             self.ranks = standings[verdict.source].ranks
         self._settle(verdict, buffers)
+        self.ranks = self._keeping.ranks or self.ranks
         self._connect_copies(standings, notice.generation)
         self._barrier()
         kept.generation = notice.generation
@@ -326,6 +331,7 @@ class Meeting:
             door=None if door is None else (door.host, door.port, door.token),
             guests=() if copies is None else copies.guests.held(),
             ranks=self.ranks,
+            replica=self._replica,
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         ranks = range(dist.get_world_size())
@@ -400,34 +406,44 @@ class Meeting:
             self.whole = False
             source = verdict.source
             return group.transfer(lambda: self._objects.receive(group, source))
-        if verdict.snapshot is not None and any(self._rank in pair for pair in verdict.fetches):
+        if verdict.snapshot is not None and any(
+            self._rank in (each.rank, each.holder) for each in verdict.fetches
+        ):
             held, fetches = verdict.snapshot, verdict.fetches
             return group.transfer(lambda: self._fetch(group, held, fetches))
         return 0
 
-    def _fetch(self, group: KeptGroup, held: Held, fetches: Sequence[tuple[int, int]]) -> int:
-        """Bring those who lack their part of a snapshot the copies of it. Returns how many bytes this rank sent or received."""
+    def _fetch(self, group: KeptGroup, held: Held, fetches: Sequence[Fetch]) -> int:
+        """Bring those who lack their part of a snapshot one. Returns how many bytes this rank sent or received."""
         moved = 0
-        for holder, rank in fetches:
-            if self._rank == holder:
-                assert self._copies is not None
-                contents, checksum = self._copies.guests.contents(rank, held)
-                group.send_now(torch.tensor([contents.numel(), *divmod(checksum, _HALF)]), rank)
+        for each in fetches:
+            if self._rank == each.holder:
+                contents, checksum = self._contents(each, held)
+                head = torch.tensor([contents.numel(), *divmod(checksum, _HALF)])
+                group.send_now(head, each.rank)
                 for piece in _pieces(contents):
-                    group.send_now(piece, rank)
+                    group.send_now(piece, each.rank)
                 moved += contents.numel()
-            elif self._rank == rank:
+            elif self._rank == each.rank:
                 head = torch.zeros(3, dtype=torch.int64)
-                group.receive_now(head, holder)
+                group.receive_now(head, each.holder)
                 size, high, low = head.tolist()
 
-                def receive(contents: torch.Tensor, holder: int = holder) -> None:
+                def receive(contents: torch.Tensor, holder: int = each.holder) -> None:
                     for piece in _pieces(contents):
                         group.receive_now(piece, holder)
 
-                self._keeping.take_copy(held, size, high * _HALF + low, receive)
+                is_own = each.whose == each.rank
+                checksum = high * _HALF + low
+                self._keeping.take_copy(held, size, checksum, receive, is_own=is_own)
                 moved += size
         return moved
+
+    def _contents(self, fetch: Fetch, held: Held) -> tuple[torch.Tensor, int]:
+        if fetch.whose == self._rank:
+            return self._keeping.contents(held)
+        assert self._copies is not None
+        return self._copies.guests.contents(fetch.whose, held)
 
     def _settle(self, verdict: Verdict, buffers: bytes) -> None:
         """Make everything as it was at the beginning of the step to come."""

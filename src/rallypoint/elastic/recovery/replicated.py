@@ -59,6 +59,7 @@ class Replicated:
         self._before = held[1] if len(held) > 1 else None  # of the step before
         self._packed = self._packed_before = b""
         self.random: RandomState | None = None
+        self.ranks = 0
 
     def held(self) -> tuple[Held, ...] | None:
         return None
@@ -199,8 +200,17 @@ class Replicated:
         return OwnState(self._course.steps, self._course.place, self.own.random)
 
     def take_copy(
-        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+        self,
+        held: Held,
+        size: int,
+        checksum: int,
+        receive: Callable[[torch.Tensor], None],
+        *,
+        is_own: bool,
     ) -> None:
+        raise AssertionError("replicated state has no snapshots")
+
+    def contents(self, held: Held) -> tuple[torch.Tensor, int]:
         raise AssertionError("replicated state has no snapshots")
 
     def _copy(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -49,6 +50,12 @@ class Sharded:
         self._catch_up = catch_up
         self._scope = 0
         self.random: RandomState | None = None
+        self._is_twins = False  # the snapshot that was taken over
+        self._before_batch: OwnState | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self._snapshots.ranks
 
     def held(self) -> tuple[Held, ...] | None:
         return self._snapshots.held()
@@ -131,9 +138,15 @@ class Sharded:
         optimizers = self._objects.optimizers
         groups = [list(each.param_groups) for each in optimizers]
         scope = snapshots.scope_of(verdict.snapshot)
-        own = snapshots.restore(verdict.snapshot)
+        own = self._before_batch = snapshots.restore(verdict.snapshot)
+        if any(each.whose != each.rank for each in verdict.fetches):
+            snapshots.renew()
         if is_new:
             snapshots.enter_scope(self._scope)
+            if self._is_twins:
+                # With the generators of another rank, this one would repeat its dropout masks.
+                now = RandomState.now()
+                own = replace(own, random=now, place=own.place.with_other_generators(now))
             own.random.restore()
             modes.go_behind_last(is_new=True)
             course.continue_at(own)
@@ -181,10 +194,24 @@ class Sharded:
         self._snapshots.await_copies()
 
     def take_copy(
-        self, held: Held, size: int, checksum: int, receive: Callable[[torch.Tensor], None]
+        self,
+        held: Held,
+        size: int,
+        checksum: int,
+        receive: Callable[[torch.Tensor], None],
+        *,
+        is_own: bool,
     ) -> None:
+        self._is_twins = not is_own
         receive(self._snapshots.contents(size))
         self._snapshots.complete(held, size, checksum)
+
+    def contents(self, held: Held) -> tuple[torch.Tensor, int]:
+        return self._snapshots.part(held)
+
+    def before_batch(self) -> OwnState:
+        assert self._before_batch is not None
+        return self._before_batch
 
     def _own(self, random: RandomState | None = None) -> OwnState:
         return OwnState(self._course.steps, self._course.place, random or RandomState.now())

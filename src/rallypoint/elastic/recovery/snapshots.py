@@ -41,6 +41,8 @@ class Snapshots:
         self._last = Held(0, 0)
         self._scope = 0  # of the last snapshot
         self._scopes: dict[int, int] = {}  # number -> where in the program this process took it
+        self._is_due_at_once = False
+        self.ranks = 0  # how many the state was for that was restored last
         self._cost = self._step = 0.0  # seconds of the last snapshot, and of a step before it
         self._steps_since = clock.MONOTONIC.now()
 
@@ -57,7 +59,7 @@ class Snapshots:
             scope: the loop over batches that is under way; one is due where another begins.
             even_early: one is due if there was a step since the last.
         """
-        if not self._last.number or scope != self._scope:
+        if not self._last.number or scope != self._scope or self._is_due_at_once:
             return True
         return self._schedule.is_due(steps) or (even_early and steps != self._last.steps)
 
@@ -77,6 +79,7 @@ class Snapshots:
             "own": torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8),
             "structure": structure,
             "sizes": [each.numel() * each.element_size() for each in tensors],
+            "ranks": dist.get_world_size() if dist.is_initialized() else 1,
         }
         size, pieces = local_state.laid_out(local_state.packed(record), tensors)
         held = Held(self._last.number + 1, own.steps)
@@ -88,7 +91,7 @@ class Snapshots:
         steps = own.steps - self._last.steps
         self._step = (begun - self._steps_since) / steps if steps > 0 else 0.0
         self._steps_since = now
-        self._last = held
+        self._last, self._is_due_at_once = held, False
         self._scopes = {
             number: at for number, at in self._scopes.items() if number >= held.number - 1
         }
@@ -121,6 +124,10 @@ class Snapshots:
         cost, step = figures.tolist()
         self._schedule.note(self._last.steps, cost, -step)
 
+    def renew(self) -> None:
+        """The next one is due at once: the part that a rank has of the last is not quite its own."""
+        self._is_due_at_once = True
+
     def enter_scope(self, scope: int) -> None:
         """The last snapshot belongs to this part of the program, too."""
         self._scopes[self._last.number] = self._scope = scope
@@ -132,6 +139,10 @@ class Snapshots:
     def scope_of(self, held: Held) -> int | None:
         """Where this process took one; None if it did not."""
         return self._scopes.get(held.number)
+
+    def part(self, held: Held) -> tuple[torch.Tensor, int]:
+        """This rank's part of a snapshot, which is not to be kept: ``[n]``, uint8; and its checksum."""
+        return self._slots.read(held), self._slots.place(held)[2]
 
     def contents(self, size: int) -> torch.Tensor:
         """Memory for this rank's part of a snapshot, which comes from another node: ``[size]``, uint8. Not to be kept."""
@@ -158,6 +169,7 @@ class Snapshots:
         record = local_state.unpacked(head)
         tensors = local_state.tensors_in(contents, record["sizes"])
         self._state.restore(record["structure"], tensors)
+        self.ranks = record["ranks"]
         del tensors, contents
         self._slots.drop_after(held.number)
         self._last = held

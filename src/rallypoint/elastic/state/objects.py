@@ -78,7 +78,8 @@ class Objects:
         ]
         self.modes = Modes(submodules, self._parameters)
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
-        sharded = map(torch_private.is_sharded, (*self._parameters, *buffers, *self.others))
+        self._tensors = *self._parameters, *buffers
+        sharded = map(torch_private.is_sharded, (*self._tensors, *self.others))
         self.is_sharded = any(sharded)
         self.has_zero = any(
             torch_private.local_optimizer(each) is not each for each in self.optimizers
@@ -91,6 +92,33 @@ class Objects:
         # it has had some.
         self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
         self.static_graphs = StaticGraphs(self.ddp)
+
+    def split_among(self) -> list[KeptGroup]:
+        """The groups among whose members parameters or buffers are sharded."""
+        found = (
+            group
+            for each in self._tensors
+            for group, is_split in torch_private.groups_of_tensor(each)
+            if is_split
+        )
+        return list(dict.fromkeys(found))
+
+    def are_replicated(self) -> bool:
+        """Whether it is known of each parameter that all replicas have it, as this rank's groups lie over them: by its mesh, or DDP."""
+        by_ddp = {
+            parameter
+            for net in self.ddp
+            if _is_over_replicas(torch_private.group_of_ddp(net))
+            for parameter in net.parameters()
+        }
+        return all(
+            each in by_ddp
+            or any(
+                _is_over_replicas(group) and not is_split
+                for group, is_split in torch_private.groups_of_tensor(each)
+            )
+            for each in self._parameters
+        )
 
     @property
     def is_joined(self) -> bool:
@@ -448,6 +476,10 @@ def _check_layouts(module: nn.Module) -> None:
             )
 
 
+def _is_over_replicas(group: Any) -> bool:
+    return isinstance(group, KeptGroup) and group.span is not None and group.span.is_over_all
+
+
 def _check_ddp(given: Any) -> None:
     for part in given.modules() if isinstance(given, nn.Module) else ():
         if isinstance(part, DistributedDataParallel) and (
@@ -456,6 +488,14 @@ def _check_ddp(given: Any) -> None:
             raise ElasticError(
                 f"elastic.session: a communication hook with a {name} cannot be kept: it has errors and counts of its own on each"
                 " rank, which are lost with a process. Use a hook without state, such as bf16_compress_hook"
+            )
+        if isinstance(part, DistributedDataParallel) and any(
+            map(torch_private.is_localized, part.parameters())
+        ):
+            raise ElasticError(
+                "elastic.session: DistributedDataParallel around a tensor-parallel model cannot be kept: torch takes the parameters"
+                " out of the model in its first forward pass. Give the model to fully_shard, or to"
+                " torch.distributed._composable.replicate_with_fsdp.replicate, with the mesh of the replicas"
             )
 
 

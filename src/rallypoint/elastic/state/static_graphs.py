@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.elastic import torch_private
 from rallypoint.elastic.communication.groups import KeptGroup
-from rallypoint.elastic.communication.setup_record import done
+from rallypoint.elastic.communication.works import done
 
 
 # Of each DDP module: the parameters that no rank uses, by their numbers. None: this rank does not know, or the graph is not static.

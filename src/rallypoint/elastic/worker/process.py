@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -57,6 +57,7 @@ class KeptProcess:
         self.generation = generation
         self.node = node
         self.nodes = nodes
+        self.ranks_of_node = int(environment.get("LOCAL_WORLD_SIZE") or 1)
         self._rank = rank
         self.takes_over = takes_over
         self._is_spare = is_spare
@@ -72,6 +73,8 @@ class KeptProcess:
         self._is_whole = not takes_over
         self._forming: Wiring | None = None
         self.copies: Copies | None = None  # on other nodes
+        # Called with the rank and the number of ranks, when they change.
+        self.on_resize: Callable[[int, int], None] | None = None
         if takes_over:
             self.groups = Groups(None, Replay(self._read))
         else:
@@ -145,15 +148,14 @@ class KeptProcess:
         if not self.was_resized:
             holds = self._rank, *guests(nodes, self._rank)
         records = self._records.store()
-        for rank in holds:
-            # Groups of a session that was resized have all ranks, on all ranks.
-            for name, members in groups[0 if self.was_resized else rank]:
-                for key in setup_record.keys(
-                    name, rank if self.was_resized else members.index(rank)
-                ):
-                    value = records.peek(f"{RECORDS}/{key}")
-                    if value is not None:
-                        self._known[key] = value
+        places = [(group.kept_name, group.setup_rank) for group in self.groups]
+        for rank in holds[1:]:
+            places += [(name, members.index(rank)) for name, members in groups[rank]]
+        for place in places:
+            for key in setup_record.keys(*place):
+                value = records.peek(f"{RECORDS}/{key}")
+                if value is not None:
+                    self._known[key] = value
         self._holds = holds
 
     def _store_again(self, host: str, port: int) -> None:
@@ -196,7 +198,10 @@ class KeptProcess:
         self.was_resized = True
         environment.process_environment().update(place)
         self.node, self.nodes = int(place["GROUP_RANK"]), int(place["GROUP_WORLD_SIZE"])
-        self.groups.resize(int(place["RANK"]), int(place["WORLD_SIZE"]))
+        rank, ranks = int(place["RANK"]), int(place["WORLD_SIZE"])
+        self.groups.resize(rank, ranks)
+        if self.on_resize is not None:
+            self.on_resize(rank, ranks)
 
     def _cut(self, notice: Notice) -> None:
         """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""

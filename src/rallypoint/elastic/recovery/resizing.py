@@ -1,0 +1,41 @@
+"""Before a session: whether it can go on with another number of ranks in the same processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from rallypoint._core import resizable
+from rallypoint.elastic.state.meshes import Meshes
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.worker.process import KeptProcess
+
+
+def prepare(kept: KeptProcess, objects: Objects, on_misfit: Callable[[], None]) -> int | None:
+    """Learn how groups, meshes and tensors lie over the ranks, so that they can be renewed for more or fewer replicas.
+
+    Args:
+        kept: this process.
+        objects: the session's.
+        on_misfit: called when a group is made later that does not allow it any more.
+    Returns:
+        How many ranks have the whole state together; None if it needs the number of ranks that there are.
+    """
+    if objects.has_zero:
+        return None
+    size = kept.groups.find_replicas(objects.split_among(), kept.ranks_of_node, on_misfit)
+    if size is None or (size > 1 and not objects.are_replicated()):
+        return None
+    meshes = Meshes(objects.modules, size, dist.get_world_size())
+    others = resizable.living()
+    if not meshes.can_resize or not all(each.can_resize(size) for each in others):
+        return None
+
+    def resize(rank: int, ranks: int) -> None:
+        meshes.resize(rank, ranks)
+        for each in resizable.living():
+            each.resize(rank, ranks)
+
+    kept.on_resize = resize
+    return size

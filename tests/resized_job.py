@@ -1,0 +1,108 @@
+"""A job whose nodes are lost and come, and whose workers tell in files how far they are.
+
+Its script writes how many steps are complete to ``at <pid>`` after each step, a line of JSON about each step (its number is
+``step``) to ``log <pid>``, and waits where the file ``wait`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic import wait_until
+from ports import free_port
+from supervisors import Popen
+
+
+class Job:
+    """One of two workers per node.
+
+    Args:
+        folder: of the job: its script, and what that writes.
+        least, most: how many nodes take part.
+        script: what the workers run.
+        words: for it, behind the folder.
+    """
+
+    def __init__(
+        self, folder: Path, least: int, most: int, script: str, words: Sequence[object]
+    ) -> None:
+        (folder / "train.py").write_text(script)
+        self.folder = folder
+        flags = ["--nnodes", f"{least}:{most}", "--nproc-per-node", "2", "--insecure"]
+        flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "lease=10"]
+        flags += ["--rdzv-id", "resized", "--max-restarts", "3"]
+        self.words = [sys.executable, "-m", "rallypoint", "run", *flags]
+        self.words += map(str, [folder / "train.py", folder, *words])
+        self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> subprocess.Popen[bytes]:
+        output = (self.folder / f"node {len(self.nodes)}").open("wb")
+        with output:
+            self.nodes.append(Popen(self.words, stdout=output, stderr=output))
+        return self.nodes[-1]
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("node *")))
+
+    def wait(self, look: Callable[[], Any], what: str) -> Any:
+        def watched() -> Any:
+            assert any(node.poll() is None for node in self.nodes), "all nodes have ended"
+            return look()
+
+        try:
+            return wait_until(watched, what, 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+
+    def steps(self) -> dict[int, int]:
+        """By pid: how far it is."""
+        found = {}
+        for path in self.folder.glob("at *"):
+            pid = int(path.name.split()[1])
+            try:
+                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    found[pid] = int(path.read_text())
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    def at(self, step: int) -> list[int]:
+        """Who is that far, or further."""
+        return [pid for pid, done in self.steps().items() if done >= step]
+
+    def told(self) -> list[dict[str, Any]]:
+        lines = [
+            {"pid": int(path.name.split()[1]), **json.loads(line)}
+            for path in self.folder.glob("log *")
+            for line in path.read_text().splitlines()
+        ]
+        return sorted(lines, key=lambda each: (each["step"], each["rank"]))
+
+    def kill(self, node: subprocess.Popen[bytes]) -> None:
+        """A node with all of its processes."""
+        tree = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        for each in tree:
+            try:
+                each.kill()
+            except psutil.Error:
+                pass
+        node.wait()
+
+    def hold_at(self, step: int) -> None:
+        (self.folder / "new wait").write_text(str(step))
+        (self.folder / "new wait").rename(self.folder / "wait")
+
+    def go_on(self) -> None:
+        self.hold_at(1 << 30)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                self.kill(node)
