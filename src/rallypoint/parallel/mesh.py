@@ -8,6 +8,7 @@ part of each group's description, which logs and flight recorders show; the laun
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -103,7 +104,9 @@ class ParallelMesh:
         self._device_meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._destroyed = False
         self._first = self.layout  # that the groups were made for
-        resizable.register(self)
+        are_gloo = set(self._backends.values()) <= {"gloo"}
+        self._resizing = _Resizing(weakref.ref(self), are_gloo=are_gloo)
+        resizable.register(self._resizing)
 
     @property
     def coordinates(self) -> Mapping[str, int]:
@@ -289,17 +292,6 @@ class ParallelMesh:
                 "create a new mesh over the current one",
             )
 
-    def can_resize(self, replica: int) -> bool:
-        """Whether an elastic session can go on with more or fewer replicas of so many ranks each: they are the outermost axis."""
-        inner = self.layout.degree("ep", "cp", "tp")
-        are_gloo = set(self._backends.values()) <= {"gloo"}
-        return self.layout.pp == 1 and replica % inner == 0 and are_gloo
-
-    def resize(self, rank: int, ranks: int) -> None:
-        """An elastic session goes on with so many ranks, and this process is one of them; the groups stay the same objects."""
-        self.rank = rank
-        self.layout = replace(self.layout, dp=ranks // self.layout.degree("cp", "tp"))
-
     def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the axes, as axes of the grid, that have more than one rank."""
         self.layout.degree(*axes)  # raises for unknown axes
@@ -325,6 +317,28 @@ class ParallelMesh:
         if own.size() > 1 and members.device_of(own).type == "cpu":
             dist.barrier(own)
         return own
+
+
+class _Resizing:
+    """A mesh in an elastic session that goes on with another number of ranks."""
+
+    def __init__(self, mesh: weakref.ref[ParallelMesh], *, are_gloo: bool) -> None:
+        self._mesh = mesh
+        self._are_gloo = are_gloo
+
+    def can_resize(self, replica: int) -> bool:
+        mesh = self._mesh()
+        if mesh is None:
+            return True
+        inner = mesh.layout.degree("ep", "cp", "tp")
+        # Replicas of the model are along the outermost axis.
+        return mesh.layout.pp == 1 and replica % inner == 0 and self._are_gloo
+
+    def resize(self, rank: int, ranks: int) -> None:
+        mesh = self._mesh()
+        if mesh is not None:
+            mesh.rank = rank
+            mesh.layout = replace(mesh.layout, dp=ranks // mesh.layout.degree("cp", "tp"))
 
 
 def _place(axis: str) -> int:
