@@ -26,6 +26,11 @@ from rallypoint import elastic, parallel
 
 folder = pathlib.Path(sys.argv[1])
 dist.init_process_group("gloo")
+dist.new_group([0, 2])
+dist.barrier()
+dist.destroy_process_group()
+# torch gives its names once more.
+dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 pair, everybody = dist.new_group([0, 1]), dist.new_group(list(range(size)))
 EXCHANGES = {}

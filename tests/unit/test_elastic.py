@@ -102,6 +102,22 @@ def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
         Session(zero, None, checkpoints)
 
 
+def test_who_lacks_a_snapshot_gets_its_own_copy_or_that_of_another_replica() -> None:
+    first, second = Held(1, 4), Held(2, 8)
+    both = (first, second)
+    ranks = [
+        standing(rank, 9, snapshots=both if rank < 4 else (), replica=2, guests=guests)
+        for rank, guests in enumerate([(), ((5, both),), (), (), (), (), (), ()])
+    ]
+    found = judge(ranks)
+    assert found.snapshot == second
+    assert found.fetches == (Fetch(4, 0, 0), Fetch(5, 1, 5), Fetch(6, 0, 0), Fetch(7, 1, 1))
+    for each in ranks:
+        object.__setattr__(each, "replica", 0)
+    with pytest.raises(ElasticError, match="no snapshot of the sharded state is whole"):
+        judge(ranks)
+
+
 def test_sparse_buffers_are_refused_by_name() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2))
     net[0].register_buffer("adjacency", torch.eye(2).to_sparse())

@@ -46,7 +46,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -57,6 +57,8 @@ from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
 from rallypoint.elastic import torch_private as of_elastic
 from rallypoint.elastic.loops import samples
+from rallypoint.elastic.state.objects import Objects
+from rallypoint.errors import ElasticError
 from rallypoint.join import torch_private as of_join
 from rallypoint.launch import torch_private as of_launch
 from rallypoint.parallel import torch_private as of_parallel
@@ -781,11 +783,23 @@ def test_private_attributes_of_replicated_fsdp_that_sessions_use(ddp: Any) -> No
     of_elastic.renew_fsdp_meshes([net])
     assert (group.mesh_info.replicate_mesh_size, group.mesh_info.replicate_mesh_rank) == (1, 0)
     of_elastic.forget_traces()
-    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(torch.nn.Linear(2, 2), two["tp"], ColwiseParallel())
-    within = DistributedDataParallel(model, device_mesh=two["dp"])
+
+
+def test_wrappers_whose_parameters_cannot_be_kept_are_refused(ddp: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(torch.nn.Linear(2, 2), mesh["tp"], ColwiseParallel())
+    within = DistributedDataParallel(model, device_mesh=mesh["dp"])
     assert all(map(of_elastic.is_localized, within.parameters()))
-    assert not any(map(of_elastic.is_localized, ddp.parameters()))
+    with pytest.raises(ElasticError, match="around a tensor-parallel model cannot be kept"):
+        Objects([within])
+    alone = FullyShardedDataParallel(
+        torch.nn.Linear(2, 2),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(ElasticError, match="FullyShardedDataParallel cannot be kept"):
+        Objects([alone])
+    Objects([ddp])
 
 
 def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:

@@ -136,6 +136,16 @@ def backends_of(backend: Any) -> set[str]:
     return {str(each) for each in by_device.values()}
 
 
+def is_known(group: Any) -> bool:
+    """Whether a group has not been destroyed."""
+    return group in _c10d._world.pg_map
+
+
+def is_first_group() -> bool:
+    """Whether the group that is being made will be the default group."""
+    return not _c10d._world.pg_map
+
+
 def names_of_groups() -> set[str]:
     return set(_c10d._world.pg_names.values())
 
@@ -404,6 +414,12 @@ def fsdp_parts(module: Any) -> list[Any]:
     """Those of a module's parts that were given to FSDP2."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [each for each in module.modules() if isinstance(each, kind)]
+
+
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is wrapped by the first FSDP."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def is_gradient(grad: torch.Tensor) -> bool:

@@ -58,6 +58,7 @@ class Wiring:
         self._devices: list[_Device] = []
         self._pairs = 0  # at most as many connections were awaited so far
         self._forming = 0  # groups that are being connected
+        self._formed: dict[str, int] = {}  # how often under each name
         self._cut_at: float | None = None
         self.lives = Lives()
         self._client: TcpStore | None = None
@@ -108,7 +109,8 @@ class Wiring:
 
         Collective: all members call it with the same ``name`` and ``size``.   Blocks: until all are connected.
         Args:
-            name: unique within the wiring.
+            name: of the group. No two groups with a member in common are connected under one name at once; one that was destroyed
+                leaves it to another with the same members.
             rank: of this process within the group.
             size: number of members.
             timeout: of its collectives.
@@ -122,8 +124,9 @@ class Wiring:
                 self._devices = _devices()
             self._pairs += size
             self._forming += 1
+            count = self._formed[name] = self._formed.get(name, 0) + 1
         try:
-            return self._connected(name, rank, size, timeout)
+            return self._connected(f"{name}/{count}", rank, size, timeout)
         finally:
             with self._lock:
                 self._forming -= 1

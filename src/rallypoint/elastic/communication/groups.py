@@ -6,6 +6,7 @@ anew. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ cod
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FunctionType
@@ -74,7 +75,10 @@ class KeptGroup(dist.ProcessGroup):
             RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
         """
         self._drop()
-        inner = wiring.group(self.label, self._rank, len(self.members), self._timeout)
+        # torch begins to count anew once all groups are destroyed, and may give a name to other members then.
+        members = zlib.crc32(repr(self.members).encode())
+        name = f"{self.label}/{members}"
+        inner = wiring.group(name, self._rank, len(self.members), self._timeout)
         torch_private.name_group(inner, self.kept_name)
         self.inner, self.answerer, self._lives = inner, None, wiring.lives
 
@@ -277,6 +281,10 @@ class Groups:
     def wiring(self) -> Wiring | None:
         return self._wiring
 
+    def forget_destroyed(self) -> None:
+        """Keep those only that torch still knows. The script is at the same place in all members."""
+        self._groups = [each for each in self._groups if torch_private.is_known(each)]
+
     def install(self) -> None:
         """From now on, the groups that this process makes with Gloo are kept ones."""
         torch_private.replace_group_factory(self._make)
@@ -349,6 +357,8 @@ class Groups:
             torch_private.names_of_groups()
         ):
             return original(size, rank, ranks, backend, store, group_name, **options)
+        if torch_private.is_first_group():
+            self.forget_destroyed()
         if ranks and self._groups and len(ranks) < len(self._groups[0].members):
             rank_watch.bind("a group of some ranks is made")
         tag = options.get("pg_tag")

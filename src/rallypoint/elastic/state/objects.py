@@ -46,7 +46,8 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a communication hook with state; a parameter or buffer is sparse.
+        ElasticError: a DDP module has a communication hook with state, or sharded parameters; a module is wrapped by the first FSDP; a
+            parameter or buffer is sparse.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
@@ -56,7 +57,7 @@ class Objects:
                     f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
                     " optimizers, schedulers, scalers, or objects with these two methods"
                 )
-            _check_ddp(each)
+            _check_wrappers(each)
             if isinstance(each, nn.Module):
                 _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
@@ -480,8 +481,13 @@ def _is_over_replicas(group: Any) -> bool:
     return isinstance(group, KeptGroup) and group.span is not None and group.span.is_over_all
 
 
-def _check_ddp(given: Any) -> None:
+def _check_wrappers(given: Any) -> None:
     for part in given.modules() if isinstance(given, nn.Module) else ():
+        if torch_private.is_fsdp1(part):
+            raise ElasticError(
+                "elastic.session: FullyShardedDataParallel cannot be kept: its parameters are parts of flat tensors that only it can read."
+                " Use torch.distributed.fsdp.fully_shard"
+            )
         if isinstance(part, DistributedDataParallel) and (
             name := torch_private.stateful_hook(part)
         ):

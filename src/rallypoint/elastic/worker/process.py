@@ -105,6 +105,7 @@ class KeptProcess:
                 " to train by the epoch of `session.epochs` or by `session.position`"
             )
         self._has_entered = True
+        self.groups.forget_destroyed()
 
     def await_place(self, *, sharded: bool) -> None:
         """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
