@@ -47,7 +47,9 @@ elif way == "tp":
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 sampler = elastic.Sampler(samples, batch_size=batch_size, seed=3, group=sharing)
 loader = DataLoader(range(samples), batch_sampler=sampler)
-session = elastic.session(net, optimizer, snapshot_every=4)
+session = elastic.session(
+    net, optimizer, snapshot_every=4, checkpoint=folder / "checkpoints", checkpoint_every=15
+)
 sizes = []
 session.on_resize(lambda before, now: sizes.append([before, now]), in_place=True)
 log = open(folder / f"log {os.getpid()}", "a", buffering=1)
@@ -155,5 +157,13 @@ def test_whole_replicas_are_lost_and_come(
     assert [each["mesh"] for each in last] == [
         [[3, 2], [rank // 2, rank % 2], whole] for rank in range(6)
     ]
-    for mine, theirs in zip(torch.load(tmp_path / "end.pt"), one_process(), strict=True):
+    check_end(tmp_path)
+    # The last checkpoint is that of all of them, for another number of ranks.
+    (tmp_path / "end.pt").unlink()
+    it.start().wait(120)
+    check_end(tmp_path)
+
+
+def check_end(folder: Path) -> None:
+    for mine, theirs in zip(torch.load(folder / "end.pt"), one_process(), strict=True):
         torch.testing.assert_close(mine, theirs)

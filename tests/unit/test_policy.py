@@ -828,6 +828,25 @@ def test_whether_a_session_can_have_more_ranks_is_known_once_all_workers_are_in_
     assert not policy.decide(0.0, first, SessionFixed()).state.resizes
 
 
+def test_a_node_without_state_is_known_to_all_when_the_nodes_have_met_again():
+    rejoins = policy.decide(0.0, on_three_nodes(max_restarts=3), PeerLost(2)).state
+    met = policy.decide(0.1, rejoins, kept_round(bare=frozenset({1}))).state
+    assert met.without_survivors == {1, 2}
+    # Node 0 was the last one with the state.
+    after = policy.decide(0.2, met, LossTold(0, None, survivors=False)).state
+    assert after.aim is Aim.RESTART
+
+
+def test_a_node_tells_that_it_has_lost_its_last_state_since_it_said_what_it_has():
+    rejoins = policy.decide(0.0, on_three_nodes(kept=frozenset({0})), PeerLost(2)).state
+    lost = policy.decide(0.05, rejoins, WorkerEnded(0, failed=True)).state
+    lost = policy.decide(0.06, lost, WorkerEnded(1, failed=True)).state
+    met = policy.decide(0.1, lost, kept_round())
+    assert met.commands == (KeepWorkers((0,)), TellLoss(1, survivors=False))
+    told = policy.decide(0.1, lost, kept_round(bare=frozenset({0}), is_bare=True))
+    assert told.commands == (KeepWorkers((0, 1)),)
+
+
 def extra() -> State:
     """A node whose two workers come in addition to those of nodes 0 and 1."""
     event = RoundFormed(2, 1, 0, nodes=3, keepers=frozenset({0, 1}), replaced=1, grows=True)
@@ -1354,6 +1373,9 @@ class Job:
         del self.workers[node][index]
         self.tell(node, WorkerEnded(index, failed=True))
 
+    def has_state(self) -> bool:
+        return any("in session" in self.workers[node].values() for node in self.members())
+
     def lose(self, node: int) -> None:
         self.dead.add(node)
         rank, self.ranks[node] = self.ranks[node], None
@@ -1389,6 +1411,8 @@ class Job:
                 *(2, self.generation, 0, False, len(chosen), keepers),
                 is_keeper=keepers is not None and rank in keepers,
                 replaced=0 if kept is None else kept.replaced,
+                bare=frozenset() if kept is None else kept.bare,
+                is_bare=kept is not None and rank in kept.bare,
             )
             self.send(node, event)
 
@@ -1426,7 +1450,7 @@ def test_after_the_loss_of_nodes_all_others_keep_their_workers_or_none_does(data
                 job.lose(data.draw(st.sampled_from(job.members())))
             case "enter":
                 for index, how in list(job.workers[node].items()):
-                    if how != "in session":
+                    if how == "anew" or (how == "takes over" and job.has_state()):
                         job.workers[node][index] = "in session"
                         job.tell(node, SessionEntered(index))
     for _ in range(200):
@@ -1444,6 +1468,7 @@ def test_after_the_loss_of_nodes_all_others_keep_their_workers_or_none_does(data
         for each in job.members()
     )
     assert "anew" not in found or "takes over" not in found, "newcomers would wait for nobody"
+    assert "takes over" not in found or job.has_state(), "newcomers would wait for a state"
 
 
 @pytest.mark.parametrize(

@@ -589,6 +589,7 @@ class Supervisor:
                 case RoundReady():
                     self._now.round = event
                     self._imports.note_round()
+                    bare: frozenset[int] = frozenset() if event.kept is None else event.kept.bare
                     self._decide(
                         policy.RoundFormed(
                             event.workers_of_nodes[event.node_rank],
@@ -601,6 +602,8 @@ class Supervisor:
                             event.replaced,
                             event.ages,
                             event.kept is not None and bool(event.kept.before),
+                            bare,
+                            event.node_rank in bare,
                         )
                     )
                 case ServeStore():

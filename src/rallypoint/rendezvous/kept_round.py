@@ -84,6 +84,7 @@ class Kept:
 
     Args:
         keepers: the ranks of these nodes.
+        bare: those of them none of whose workers is in the session: what they run takes lost places, and has no state yet.
         replaced: how many workers were replaced since the session began: the most that any of them knows of.
         port: of the workers' store on node 0; 0 if node 0 has to serve another one.
         first: number of workers of each node in the session's first round; empty: as in this one, and so are all ranks.
@@ -99,6 +100,7 @@ class Kept:
     origins: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     were: tuple[int, ...] = ()
+    bare: frozenset[int] = frozenset()
 
     def to_json(self) -> dict[str, Any]:
         lists = {
@@ -106,6 +108,7 @@ class Kept:
             "origins": self.origins,
             "before": self.before,
             "were": self.were,
+            "bare": tuple(sorted(self.bare)),
         }
         return {
             "keepers": sorted(self.keepers),
@@ -127,6 +130,7 @@ class Kept:
             origins=_numbers(kept.get("origins")),
             before=_numbers(kept.get("before")),
             were=_numbers(kept.get("were"), least=-1),
+            bare=frozenset(_numbers(kept.get("bare"))),
         )
 
 
@@ -182,6 +186,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept
         origins=() if is_first else origins,
         before=() if stays else before,
         were=tuple(were),
+        bare=frozenset(rank for rank, (_, each) in keepers.items() if not each.has_state),
     )
 
 

@@ -173,8 +173,8 @@ class KeptGroup(dist.ProcessGroup):
         return len(self.members)
 
     def become(self, rank: int) -> None:
-        """Be another rank from now on."""
-        self._rank = rank
+        """Be another rank from now on, as if it had run the set-up."""
+        self._rank = self.setup_rank = rank
 
     def resize(self, rank: int, members: Sequence[int]) -> None:
         """Without connections: be this rank of these from now on.

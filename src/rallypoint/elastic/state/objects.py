@@ -62,6 +62,7 @@ class Objects:
                 _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
                 torch_private.reset_fsdp(each)
+        given = [_unwrapped(each) for each in given]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
         modules = [each for each in given if isinstance(each, nn.Module)]
         given = self.given = (*given, *of_no_module(self.optimizers, modules))
@@ -475,6 +476,16 @@ def _check_layouts(module: nn.Module) -> None:
                 f"elastic.session: {name!r} of a {type(module).__name__} has the layout {kind}, and only dense tensors can be kept."
                 " If it does not change in training, assign it as a plain attribute instead of registering it as a buffer"
             )
+
+
+def _unwrapped(given: Any) -> Any:
+    """The optimizer within one of a framework (accelerate, Fabric), which passes on the calls, but not what is assigned to it."""
+    while isinstance(given, torch.optim.Optimizer):
+        within = getattr(given, "optimizer", None)
+        if not isinstance(within, torch.optim.Optimizer) or within is given:
+            break
+        given = within
+    return given
 
 
 def _is_over_replicas(group: Any) -> bool:

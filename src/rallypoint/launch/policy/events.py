@@ -17,7 +17,9 @@ class RoundFormed:
         serves: this node serves the job's store.
         nodes: how many are in the round.
         keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
+        bare: those of them that have said that none of their workers has the session's state.
         is_keeper: this node is one of them.
+        is_bare: and of those.
         replaced: how many workers were replaced since the session began, if any node keeps its own.
         grows: this node's workers come in addition to those that are kept: they take nobody's place.
     """
@@ -32,6 +34,8 @@ class RoundFormed:
     replaced: int = 0
     ages: tuple[float, ...] = ()
     grows: bool = False
+    bare: frozenset[int] = frozenset()
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from .commands import (
     SignalWorkers,
     StartWorkers,
     Sweep,
+    TellLoss,
     TellPeers,
 )
 from .events import RoundFormed
@@ -104,25 +105,30 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
         new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
         return stop(now, new, Aim.RESTART, why, tell="not kept", verdict=Verdict.CHANGED)
     lost = tuple(sorted(state.lost))
+    tells: tuple[Command, ...] = ()
+    if lost and not state.kept and not event.is_bare:
+        # The last worker that had the state was lost since this node said that it has one. The others must know.
+        *lost_before, last = lost
+        lost, tells = tuple(lost_before), (TellLoss(last, survivors=False),)
     new = replace(
         _among_keepers(_charged(now, state, event), event),
         phase=Phase.RUNNING,
         generation=event.generation,
         serves=event.serves,
         verdict=Verdict.NONE,
-        running=state.running | state.lost,
-        arriving=state.arriving | state.lost,
-        lost=frozenset(),
+        running=state.running.union(lost),
+        arriving=state.arriving.union(lost),
+        lost=state.lost.difference(lost),
         is_joining=False,
     )
-    return Decision(new, (KeepWorkers(lost),), f"{why}: the workers keep what they have")
+    return Decision(new, (KeepWorkers(lost), *tells), f"{why}: the workers keep what they have")
 
 
 def _among_keepers(state: State, event: RoundFormed) -> State:
     """In a round in which some nodes keep their workers. The others are about to enter the session, and have no state yet."""
     assert event.keepers is not None
     nodes = frozenset(range(event.nodes))
-    bare = (state.without_survivors | (nodes - event.keepers)) & nodes
+    bare = nodes - event.keepers | event.bare
     return replace(
         state, replaced=event.replaced, in_session=nodes, without_survivors=bare, nodes=event.nodes
     )
