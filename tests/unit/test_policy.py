@@ -838,7 +838,7 @@ def test_a_node_without_state_is_known_to_all_when_the_nodes_have_met_again():
 
 
 def test_a_node_tells_that_it_has_lost_its_last_state_since_it_said_what_it_has():
-    rejoins = policy.decide(0.0, on_three_nodes(kept=frozenset({0})), PeerLost(2)).state
+    rejoins = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
     lost = policy.decide(0.05, rejoins, WorkerEnded(0, failed=True)).state
     lost = policy.decide(0.06, lost, WorkerEnded(1, failed=True)).state
     met = policy.decide(0.1, lost, kept_round())
