@@ -1357,3 +1357,33 @@ def test_random_transforms_in_worker_processes_are_the_same_after_a_loss(tmp_pat
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "job").glob("fault *"))) == 2
     assert len(ends) == 3 and ends == calm
+
+
+def test_a_loader_in_which_the_ranks_communicate_is_refused(tmp_path: Path) -> None:
+    """A process that takes a lost rank over would iterate alone, and wait for ever."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Together:
+    def __iter__(self):
+        state = torch.get_rng_state()
+        dist.broadcast(state, 0)
+        yield from torch.ones(4, 1, 4)
+
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+with elastic.session(net, torch.optim.SGD(net.parameters(), lr=0.1)) as session:
+    for batch in session.batches(Together()):
+        pass
+"""
+    )
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(script)]
+    done = run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = " ".join(done.stderr.split())
+    assert "the ranks communicate (broadcast) where this loader is iterated" in said

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from rallypoint.elastic.loops.loader_generators import (
     LoaderGenerators,
@@ -57,7 +58,34 @@ def one_kept_one_new() -> Callable[[int], Sequence[Loader]]:
     return lambda epoch: [kept, loader(seeded(epoch))]
 
 
-KINDS = [kept_for_all_epochs, one_for_both, of_a_sampler, new_in_each_epoch, one_kept_one_new]
+class Counting:
+    """As loaders of frameworks: it counts its iterations, its order depends on that, and its generator exists only then."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.sampler = seed, SequentialSampler(DATA)
+        self.iteration = 0
+        self.generator: torch.Generator | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.generator = seeded(self.seed + self.iteration)
+        yield from loader(self.generator)
+        self.iteration += 1
+
+
+def counted() -> Callable[[int], Sequence[Loader]]:
+    loaders: Any = [Counting(10), Counting(20)]
+    return lambda _: loaders
+
+
+def counted_twice() -> Callable[[int], Sequence[Loader]]:
+    one: Any = Counting(10)
+    return lambda _: [one, one]
+
+
+KINDS = [
+    *(kept_for_all_epochs, one_for_both, of_a_sampler, new_in_each_epoch, one_kept_one_new),
+    *(counted, counted_twice),
+]
 
 
 def drawn(each: Loader) -> list[list[int]]:

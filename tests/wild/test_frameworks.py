@@ -117,3 +117,14 @@ def test_a_job_that_is_told_to_stop_stops_and_leaves_nothing(
     assert "the job failed" not in done.stderr
     assert set(workers) <= set(everything)
     assert not [each for each in everything if each.is_running()]
+
+
+@parameters({"accelerate_session.py": "accelerate", "fabric_session.py": "lightning"})
+def test_sessions_of_frameworks_end_as_without_losses(
+    tmp_path: Path, script: str, args: tuple[str, ...]
+) -> None:
+    calm = run("rally", script, tmp_path / "calm", args=args)
+    hurt = run("rally", script, tmp_path / "hurt", mode="kill", args=args)
+    assert (calm.code, hurt.code) == (0, 0), hurt.stderr
+    assert len(list((tmp_path / "hurt").glob("killed *"))) == 4
+    assert hurt.told == calm.told and len(calm.told) == 2

@@ -105,6 +105,7 @@ class Session:
         self._function = ""  # that is run
         self._loops_outside = False  # a loop over batches was in no epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
+        self._fetches = False  # a batch, or begins to
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
@@ -249,7 +250,7 @@ class Session:
                 if is_fresh:
                     self._pass_boundary()
                 try:
-                    batch = next(iterator)
+                    batch = self._fetched(iterator)
                 except StopIteration:
                     if keeping.reach_end_of_batches(before):
                         return
@@ -579,6 +580,12 @@ class Session:
             self._leftover.note_applied(optimizer)
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
+        if self._fetches:
+            raise ElasticError(
+                f"session.batches: the ranks communicate ({operation}) where this loader is iterated, but a process that takes a lost one"
+                " over iterates alone. Give it a DataLoader with an elastic.Sampler. (accelerate: leave that out of `prepare`, or set"
+                " DataLoaderConfiguration(use_seedable_sampler=True))"
+            )
         if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
             self._memory.progress.begin(group.label)
         if self._in_step:
@@ -738,7 +745,21 @@ class Session:
                 " batch; give a list, a DataLoader, or another object whose iteration begins anew each time"
             )
 
+    def _fetched(self, iterator: Iterator[T]) -> T:
+        self._fetches = True
+        try:
+            return next(iterator)
+        finally:
+            self._fetches = False
+
     def _iterator_of(self, loader: Iterable[T]) -> Iterator[T]:
+        self._fetches = True
+        try:
+            return self._begun_iterator(loader)
+        finally:
+            self._fetches = False
+
+    def _begun_iterator(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
         if self._resizes and self._kept is not None and not samplers_in(loaders_in(loader)):
             # What another number of ranks would read of it, nobody knows.

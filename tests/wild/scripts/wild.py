@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 
 OUT = Path(os.environ["WILD_OUT"])
-# train; fail: rank 1 raises; restart: it raises in the first attempt, behind two checkpoints; stop: no end by itself.
+# train; fail: rank 1 raises; restart: it raises in the first attempt, behind two checkpoints; stop: no end by itself; kill: in a
+# session, ranks are killed.
 MODE = os.environ.get("WILD_MODE", "train")
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 EPOCHS = 100_000 if MODE == "stop" else 4  # of four steps each: 64 samples, 2 ranks, batches of 8
@@ -36,6 +38,14 @@ def after_step(step: int) -> None:
         (OUT / f"{RANK}.pid").write_text(str(os.getpid()))
     if MODE == "stop" and step >= 3:
         time.sleep(0.02)
+
+
+def killed_in(step: int) -> None:
+    """Called in each step, counted from 0: each rank is killed once in the first epoch, and once later."""
+    mark = OUT / f"killed {step}"
+    if ("kill", step % 2) == (MODE, RANK) and step in {1, 2, 10, 13} and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def finish(trained: torch.nn.Module, **facts: object) -> None:

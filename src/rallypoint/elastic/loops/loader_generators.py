@@ -1,4 +1,5 @@
-"""Random generators that loaders have for themselves: ``DataLoader(…, generator=…)``, and those of its samplers.
+"""Random generators that loaders have for themselves: ``DataLoader(…, generator=…)``, and those of its samplers. And what takes
+their place in the loaders of frameworks: how often one was iterated, which is the epoch for its sampler.
 
 They go on from epoch to epoch, so a process that begins in the midst of the training must find them as they were. Only the
 script has them, and it shows them where a loop over batches begins. So a process tells which loops they were seen in, and another
@@ -34,10 +35,49 @@ class Seen:
     state: bytes = b""
 
 
-def generators_of(given: Any) -> list[torch.Generator]:
+# How often loaders of accelerate and Fabric were iterated.
+_COUNTS = ("iteration", "_num_iter_calls")
+_COUNTED = b"count "
+
+
+class _Generator:
+    """A random generator."""
+
+    def __init__(self, it: torch.Generator) -> None:
+        self._it = it
+        self.key = id(it), ""
+
+    def state(self) -> bytes:
+        return self._it.get_state().numpy().tobytes()
+
+    def restore(self, state: bytes) -> None:
+        self._it.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class _Count:
+    """A loader's attribute that counts."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader, self._name = loader, name
+        self.key = id(loader), name
+
+    def state(self) -> bytes:
+        return _COUNTED + str(getattr(self._loader, self._name)).encode()
+
+    def restore(self, state: bytes) -> None:
+        setattr(self._loader, self._name, int(state.removeprefix(_COUNTED)))
+
+
+Own = _Generator | _Count
+
+
+def generators_of(given: Any) -> list[Own]:
     """The own generators of a loader, or of those within an object that gives their batches; not the one that all share."""
     owners: list[Any] = []
+    counts: list[Own] = []
     for loader in loaders_in(given):
+        values = getattr(loader, "__dict__", {})
+        counts += [_Count(loader, name) for name in _COUNTS if type(values.get(name)) is int]
         batches = getattr(loader, "batch_sampler", None)
         own = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
         owners += own
@@ -48,19 +88,23 @@ def generators_of(given: Any) -> list[torch.Generator]:
             continue
         if not any(it is other for other in found):
             found.append(it)
-    return found
+    # In this order: some samplers have no generator before they are iterated.
+    return [*counts, *map(_Generator, found)]
 
 
-def states_of(generators: Iterable[torch.Generator]) -> tuple[bytes, ...]:
+def states_of(generators: Iterable[Own]) -> tuple[bytes, ...]:
     """Their states."""
-    return tuple(each.get_state().numpy().tobytes() for each in generators)
+    return tuple(each.state() for each in generators)
 
 
-def restore(generators: Sequence[torch.Generator], states: Sequence[bytes]) -> None:
-    """Set their states, if there are as many as that."""
-    if len(generators) == len(states):
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def restore(generators: Sequence[Own], states: Sequence[bytes]) -> None:
+    """Set their states, of those of each kind if there are as many as that."""
+    for kind in (_Count, _Generator):
+        some = [each for each in generators if isinstance(each, kind)]
+        theirs = [each for each in states if each.startswith(_COUNTED) is (kind is _Count)]
+        if len(some) == len(theirs):
+            for each, state in zip(some, theirs, strict=True):
+                each.restore(state)
 
 
 class LoaderGenerators:
@@ -70,7 +114,7 @@ class LoaderGenerators:
     """
 
     def __init__(self) -> None:
-        self._mine: dict[int, torch.Generator] = {}  # by their place in what is told
+        self._mine: dict[int, Own] = {}  # by their place in what is told
 
     def meet(self, told: tuple[Seen, ...], loop: int, loader: Any) -> tuple[Seen, ...]:
         """A loop begins, or is left out: take up what another process has told, and tell what is new.
@@ -84,7 +128,7 @@ class LoaderGenerators:
         for number, generator in enumerate(generators_of(loader)):
             use = (loop, number)
             of_use = next((at for at, each in enumerate(all_seen) if use in each.uses), None)
-            mine = next((at for at, each in self._mine.items() if each is generator), None)
+            mine = next((at for at, it in self._mine.items() if it.key == generator.key), None)
             if mine is not None:
                 each = all_seen[mine]
                 if mine == of_use:
@@ -112,7 +156,7 @@ class LoaderGenerators:
         all_seen = list(told)
         for generator in generators_of(loader):
             for at, each in self._mine.items():
-                if each is generator and at < len(all_seen):
+                if each.key == generator.key and at < len(all_seen):
                     (state,) = states_of([generator])
                     all_seen[at] = replace(all_seen[at], state=state)
         return tuple(all_seen)
