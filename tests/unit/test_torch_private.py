@@ -395,6 +395,7 @@ ATTRIBUTES = {
     "_orig_mod",
     "_per_optimizer_states",
     "_version",
+    "_num_iter_calls",  # of Fabric: tests/wild holds that
     "_world",
     "_distributed_c10d",
     "_current_frames",

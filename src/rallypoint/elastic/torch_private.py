@@ -549,6 +549,10 @@ def sum_of_versions(tensors: Iterable[torch.Tensor]) -> int:
     return sum([each._version for each in tensors])  # faster than a generator
 
 
+# Where loaders of frameworks count how often they were iterated: accelerate's, and Fabric's.
+LOADER_COUNTS = ("iteration", "_num_iter_calls")
+
+
 # -- devices and mixed precision ------------------------------------------------------------------------------------------
 
 

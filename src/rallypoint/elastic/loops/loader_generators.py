@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from rallypoint.elastic import torch_private
+
 from .loaders import loaders_in
 
 
@@ -35,8 +37,6 @@ class Seen:
     state: bytes = b""
 
 
-# How often loaders of accelerate and Fabric were iterated.
-_COUNTS = ("iteration", "_num_iter_calls")
 _COUNTED = b"count "
 
 
@@ -77,7 +77,11 @@ def generators_of(given: Any) -> list[Own]:
     counts: list[Own] = []
     for loader in loaders_in(given):
         values = getattr(loader, "__dict__", {})
-        counts += [_Count(loader, name) for name in _COUNTS if type(values.get(name)) is int]
+        counts += [
+            _Count(loader, name)
+            for name in torch_private.LOADER_COUNTS
+            if type(values.get(name)) is int
+        ]
         batches = getattr(loader, "batch_sampler", None)
         own = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
         owners += own
