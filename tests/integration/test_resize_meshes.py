@@ -128,7 +128,12 @@ def one_process() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("way", "lost"), [("hsdp", 0), pytest.param("tp", 1, marks=pytest.mark.long), ("named", 1)]
+    ("way", "lost"),
+    [
+        ("hsdp", 1),
+        pytest.param("tp", 0, marks=pytest.mark.long),
+        pytest.param("named", 1, marks=pytest.mark.long),
+    ],
 )
 def test_whole_replicas_are_lost_and_come(
     job: Callable[[str], Job], tmp_path: Path, way: str, lost: int

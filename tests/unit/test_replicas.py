@@ -1,12 +1,17 @@
-"""How groups lie over replicas: for any mesh, renewed members are those that the mesh of the new number of replicas has."""
+"""How groups and meshes lie over replicas: renewed ones are those that a mesh of the new number of replicas has."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 
+from rallypoint.elastic import torch_private
 from rallypoint.elastic.communication.replicas import Span, replica_size, span_of
+from rallypoint.elastic.state.meshes import Meshes
 
 
 counts = st.integers(1, 5)
@@ -80,3 +85,31 @@ def test_other_groups_need_the_number_of_ranks_that_there_are() -> None:
     assert replica_size([(0, 1), (0, 1)], [(0, 1)], 2, 2) is None, "one replica only"
     assert span_of((2, 0), 4, 8) == Span((2, 0), is_over_all=False)
     assert span_of((4, 0), 4, 8) is None
+
+
+def mesh_of(ranks: list[list[int]], rank: int) -> DeviceMesh:
+    return DeviceMesh("cpu", ranks, _init_backend=False, _rank=rank)
+
+
+def test_a_mesh_stays_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mesh_of([[0, 1], [2, 3], [4, 5], [6, 7]], 5)
+    monkeypatch.setattr(torch_private, "meshes", lambda: [mesh])
+    meshes = Meshes([], 2, 8)
+    assert meshes.can_resize
+    for rank, ranks in ((3, 6), (1, 2), (9, 12)):
+        meshes.resize(rank, ranks)
+        wanted = torch.arange(ranks).view(-1, 2)
+        assert mesh.shape == wanted.shape and torch.equal(mesh.mesh, wanted.int())
+        assert mesh.get_coordinate() == (rank // 2, rank % 2)
+        assert mesh == mesh_of(wanted.tolist(), rank)
+
+
+@pytest.mark.parametrize(
+    "ranks", [[[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]], [[0, 3], [1, 2]]]
+)
+def test_a_mesh_whose_replicas_are_not_its_first_dimension_cannot_have_more_or_fewer(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[list[int]]
+) -> None:
+    mesh = mesh_of(ranks, 0)
+    monkeypatch.setattr(torch_private, "meshes", lambda: [mesh])
+    assert not Meshes([], 2, 8).can_resize
