@@ -19,6 +19,7 @@ from rallypoint.elastic.loops.rng import RandomState
 from rallypoint.elastic.recovery.agreement import Fetch, Standing, judge
 from rallypoint.elastic.session import Session
 from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.state.settings import Settings
 from rallypoint.elastic.storage import memory
 from rallypoint.elastic.storage.memory import Memory
 from rallypoint.elastic.storage.schedule import Held
@@ -116,6 +117,22 @@ def test_who_lacks_a_snapshot_gets_its_own_copy_or_that_of_another_replica() -> 
         object.__setattr__(each, "replica", 0)
     with pytest.raises(ElasticError, match="no snapshot of the sharded state is whole"):
         judge(ranks)
+
+
+def test_what_a_step_began_with_is_restored_as_often_as_it_takes() -> None:
+    """CyclicLR and ChainedScheduler take parts out of the state that they load."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, step_size_up=3)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([cyclic])
+    settings = Settings([optimizer], [cyclic, chained])
+    saved = settings.copied()
+    for _ in range(3):
+        optimizer.step()
+        chained.step()
+        assert optimizer.param_groups[0]["lr"] != 0.1
+        settings.restore(saved)
+        assert optimizer.param_groups[0]["lr"] == 0.1 and cyclic.last_epoch == 0
 
 
 def test_sparse_buffers_are_refused_by_name() -> None:

@@ -578,6 +578,7 @@ class Session:
     def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._in_step and not self._rehearses:
             self._leftover.note_applied(optimizer)
+            self._objects.note_applied(optimizer)
 
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
         if self._fetches:

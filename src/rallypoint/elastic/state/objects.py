@@ -89,7 +89,9 @@ class Objects:
         self.buffers = Buffers(submodules)
         self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
-        self._new_at = {net: _versions(net) for net in self.ddp}
+        # How often each optimizer has stepped: fused ones change parameters without counting that there.
+        self._steps = dict.fromkeys(self.optimizers, 0)
+        self._new_at = {net: self._age(net) for net in self.ddp}
         # Layouts that were settled here. DDP changes none, but tells the first one that it had, and none with sparse gradients before
         # it has had some.
         self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
@@ -253,7 +255,21 @@ class Objects:
 
     def _has_stepped(self, net: DistributedDataParallel) -> bool:
         """Whether an optimizer has changed it since its reducer was new."""
-        return _versions(net) != self._new_at.get(net)
+        return self._age(net) != self._new_at.get(net)
+
+    def _age(self, net: DistributedDataParallel) -> tuple[int, int]:
+        """How often the module's parameters were changed in place, and how often their optimizers have stepped."""
+        own = set(net.parameters())
+        steps = sum(
+            count
+            for optimizer, count in self._steps.items()
+            if any(each in own for group in optimizer.param_groups for each in group["params"])
+        )
+        return _versions(net), steps
+
+    def note_applied(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     @contextlib.contextmanager
     def _answered(self, net: DistributedDataParallel, answerer: Any) -> Iterator[None]:
@@ -271,7 +287,7 @@ class Objects:
         self.modes.note_complete()
         for net in self.static_graphs.note_complete():
             # DDP settles its layout after one pass more.
-            self._new_at[net] = _versions(net)
+            self._new_at[net] = self._age(net)
 
     def restore_layouts(
         self,
@@ -289,7 +305,7 @@ class Objects:
         for net, layout in zip(self.ddp, layouts, strict=True):
             torch_private.reset_reducer(net)
             self.static_graphs.prepare(net, known, has_layout=layout is not None)
-            self._new_at[net] = _versions(net)
+            self._new_at[net] = self._age(net)
             self._settled.pop(net, None)
             if layout is None:
                 continue

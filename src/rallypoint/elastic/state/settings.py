@@ -61,7 +61,7 @@ class Settings:
 
     @torch.no_grad()
     def restore(self, saved: Sequence[Any]) -> None:
-        """Go back to a copy, which may be used up."""
+        """Go back to a copy, which stays as it is."""
         groups, rest = saved
         for optimizer, held in zip(self._optimizers, groups, strict=True):
             del optimizer.param_groups[len(held) :]  # the step adds them again
@@ -70,9 +70,9 @@ class Settings:
                     if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
                         group[name].copy_(value)  # others may hold it, such as a compiled optimizer
                     else:
-                        group[name] = value
+                        group[name] = copy.deepcopy(value)
         for each, state in zip(self._others, rest, strict=True):
-            each.load_state_dict(state)
+            each.load_state_dict(copy.deepcopy(state))  # CyclicLR takes parts out of it
 
 
 class _Room:
