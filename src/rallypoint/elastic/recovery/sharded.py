@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from rallypoint.elastic.loops.course import Course
 from rallypoint.elastic.loops.own_state import OwnState
@@ -19,6 +21,7 @@ from .keeping import Begun
 from .snapshots import Snapshots
 
 
+_log = logging.getLogger(__name__)
 # What a lost peer raises in a collective between two steps.
 _LOST: tuple[type[BaseException], ...] = (RuntimeError, OSError)
 
@@ -147,6 +150,10 @@ class Sharded:
                 # With the generators of another rank, this one would repeat its dropout masks.
                 now = RandomState.now()
                 own = replace(own, random=now, place=own.place.with_other_generators(now))
+                _log.warning(
+                    "rank %d has its part of the state from another replica: its random state is that behind the script's set-up",
+                    dist.get_rank(),
+                )
             own.random.restore()
             modes.go_behind_last(is_new=True)
             course.continue_at(own)
