@@ -141,12 +141,16 @@ class KeptGroup(dist.ProcessGroup):
             raise changed from error
         if self._lives is not None and operation != torch_private.MONITORED_BARRIER:
             if operation in torch_private.POINT_TO_POINT:
-                work = KeptMessage(work, self._lives, self._timeout, self.explain)
+                work = KeptMessage(work, self._lives, self._timeout, self._explained)
             else:
-                work = KeptWork(work, self._lives, self.explain)
+                work = KeptWork(work, self._lives, self._explained)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work
+
+    def _explained(self, error: BaseException | None) -> Exception | None:
+        """By the session that is under way. A work that never ends must not hold one that is over, and with it the model."""
+        return None if self.explain is None else self.explain(error)
 
     def _begun(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
         function = getattr(self.inner, operation)
