@@ -2,9 +2,11 @@
 
     python bench/session_steps.py --output bench/results/session_steps.json
     python bench/session_steps.py --turns 100
+    python bench/session_steps.py --gpu --turns 40 --output bench/results/session_steps_gpu.json
 
 Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with snapshots as often as a session takes
-them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py).
+them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py). With --gpu it is one worker over NCCL, which
+waits for the GPU behind each backward pass in a session, and 134 million parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ GIVE_UP = 120.0
 ALLOWED = {"ddp": 0.01, "fsdp2": 0.02}
 
 
-def train(kind: str, job: int, folder: Path, turns: int) -> None:
+def train(kind: str, job: int, folder: Path, turns: int, *, gpu: bool) -> None:
     """A worker; rank 0 writes down the seconds of a step in each turn."""
     import os
 
@@ -44,9 +46,11 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    dist.init_process_group("gloo")
+    device = torch.device("cuda" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo")
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    width, depth, samples = (4096, 8, 1024) if gpu else (512, 4, 64)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth))).to(device)
     model: Any
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -57,8 +61,8 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
     else:
         model = torch.nn.parallel.DistributedDataParallel(layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    batch = torch.randn(64, 512)
-    one = torch.zeros(1)
+    batch = torch.randn(samples, width, device=device)
+    one = torch.zeros(1, device=device)
     times = []
 
     def step() -> None:
@@ -68,6 +72,11 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
 
     def meet() -> None:
         dist.all_reduce(one)
+        finish()
+
+    def finish() -> None:
+        if gpu:
+            torch.cuda.synchronize()
 
     def plain() -> None:
         for _ in take(folder, job, dist.get_rank(), turns):
@@ -75,6 +84,7 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
             began = time.monotonic()
             for _ in range(STEPS):
                 step()
+            finish()
             times.append((time.monotonic() - began) / STEPS)
 
     def in_session() -> None:
@@ -85,6 +95,7 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
                 for _ in range(STEPS):
                     with session.step():
                         step()
+                finish()
                 times.append((time.monotonic() - began) / STEPS)
 
     plain() if job == FIRST else in_session()
@@ -93,15 +104,16 @@ def train(kind: str, job: int, folder: Path, turns: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(kind: str, turns: int, progress: Progress) -> dict[str, Any]:
+def measure(kind: str, turns: int, progress: Progress, *, gpu: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
-        both = Turns(folder, WORKERS)
+        workers = 1 if gpu else WORKERS
+        both = Turns(folder, workers)
         jobs = []
         for job in (FIRST, SECOND):
-            words = [*RALLY, "--nproc-per-node", str(WORKERS), "--progress", "off"]
+            words = [*RALLY, "--nproc-per-node", str(workers), "--progress", "off"]
             words += ["--rdzv-id", f"steps-{kind}-{job}", __file__]
-            words += ["--worker", kind, str(job), str(folder), str(turns)]
+            words += ["--worker", kind, str(job), str(folder), str(turns), *["--gpu"] * gpu]
             jobs.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
             stack.callback(_end, jobs[-1])
         until = time.monotonic() + GIVE_UP
@@ -152,18 +164,19 @@ def main() -> int:
     )
     parser.add_argument("--turns", type=int, default=4000, help="of each job (4000)")
     parser.add_argument("--kind", choices=sorted(ALLOWED), help="only this model")
+    parser.add_argument("--gpu", action="store_true", help="one worker, on a GPU, over NCCL")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
     if options.worker:
         kind, job, folder, turns = options.worker
-        train(kind, int(job), Path(folder), int(turns))
+        train(kind, int(job), Path(folder), int(turns), gpu=options.gpu)
         return 0
     adopt_orphans()
     kinds = [options.kind] if options.kind else sorted(ALLOWED)
     progress = Progress(len(kinds) * -(-options.turns // PART))
     result: dict[str, Any] = {"benchmark": "session_steps", "machine": machine()}
-    result |= {kind: measure(kind, options.turns, progress) for kind in kinds}
+    result |= {kind: measure(kind, options.turns, progress, gpu=options.gpu) for kind in kinds}
     progress.close()
     result["targets"] = [
         {

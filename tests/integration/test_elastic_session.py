@@ -458,6 +458,31 @@ def test_a_late_import_is_said(tmp_path: Path) -> None:
     assert "after `import rallypoint.elastic`" in done.stderr
 
 
+LATE = """
+import os, time
+from datetime import timedelta
+from rallypoint import elastic
+from rallypoint.elastic.communication import connections
+import torch.distributed as dist
+
+connections.FORMING = 0.3  # seconds that Gloo waits for a connection
+is_late = os.environ["RANK"] == "1"
+time.sleep(1.5 * is_late)
+dist.init_process_group("gloo")
+time.sleep(1.5 * is_late)
+dist.barrier(dist.new_group([0, 1]))
+time.sleep(4.0 * is_late)
+dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+"""
+
+
+def test_a_rank_may_come_late_to_a_group_within_the_time_out(tmp_path: Path) -> None:
+    done = alone(tmp_path, LATE, "-m", "rallypoint", "run", "--nproc-per-node", "2")
+    assert done.returncode == 1
+    assert "1 of 2 ranks came to group '2' within 0.5 s" in done.stderr, done.stderr
+    assert "wait timeout after" not in done.stderr
+
+
 # Bodies with two steps and a validation now and then, then a loop without batches.
 BODIES = """
 import hashlib, json, os, pathlib, random, signal, sys

@@ -257,7 +257,9 @@ def test_what_cannot_be_opened_says_what_to_do_and_is_free_again(shared):
         before = allocated()
         rpc.rpc_sync("w1", be_blind)
         for _ in range(3):
-            with pytest.raises(rpc.RpcError, match="unseen here; set the option cuda_ipc=False"):
+            with pytest.raises(
+                rpc.RpcError, match="which this process cannot see; set the option cuda_ipc=False"
+            ):
                 rpc.rpc_sync("w1", echo, (x,))
         assert allocated() == before
 

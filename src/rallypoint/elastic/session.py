@@ -336,8 +336,8 @@ class Session:
             return self
         if kept is None or kept.groups.default is None:
             raise ElasticError(
-                "elastic.session: this process has no Gloo group that can be kept; call"
-                ' torch.distributed.init_process_group("gloo") after `import rallypoint.elastic`, before the session'
+                "elastic.session: this process has no group over Gloo or NCCL that can be kept; call"
+                " torch.distributed.init_process_group() after `import rallypoint.elastic`, before the session"
             )
         kept.enter()
         kept.await_place(sharded=self._objects.is_sharded)
@@ -375,6 +375,7 @@ class Session:
         else:
             memory = Memory()
             # A loss in here is one before the session.
+            kept.groups.connect_gpus()
             self._load()
             meeting = self._prepare(kept, memory)
             # Before anybody counts on this rank: with sharded state, there is a snapshot to go back to from now on.
@@ -391,6 +392,7 @@ class Session:
         meeting.count_anew()
         for each in kept.groups:
             each.before, each.explain = self._before_collective, self._change
+            each.awaits = not self._objects.is_sharded
 
     def __exit__(
         self,
@@ -420,6 +422,7 @@ class Session:
         for each in kept.groups:
             # It outlives the session, and would hold the model.
             each.before = each.explain = each.amend = None
+            each.awaits = False
         for hook in self._hooks:
             hook.remove()
         if kept.copies is not None:
@@ -438,7 +441,7 @@ class Session:
             rank, size = dist.get_rank(), dist.get_world_size()
             copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
         if objects.is_sharded:
-            snapshots = Snapshots(objects, memory.fd, self._every, copies)
+            snapshots = Snapshots(objects, memory.fd, self._every, copies, kept.groups.check)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
             self._keeping = Replicated(

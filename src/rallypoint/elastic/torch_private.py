@@ -11,7 +11,7 @@ import gc
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +42,31 @@ def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
     return options
 
 
-def group_over(backend: Any, store: Any, rank: int, size: int) -> dist.ProcessGroup:
-    """A native group with one backend, as ``init_process_group("gloo")`` makes it, but not registered anywhere."""
+def nccl_backend(store: Any, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
+    """NCCL's backend of a group.
+
+    Args:
+        options: what the script gave ``init_process_group`` or ``new_group`` as ``pg_options``, or None.
+    """
+    module: Any = dist
+    options = options or module.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = module.ProcessGroupNCCL(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def group_over(
+    backends: Mapping[str, Any], store: Any, rank: int, size: int, *, has_nccl: bool
+) -> dist.ProcessGroup:
+    """A native group with a backend for each type of device, as ``init_process_group`` makes it, but not registered anywhere."""
     group: Any = dist.ProcessGroup(store, rank, size)
-    kind: Any = dist.ProcessGroup.BackendType
-    group._set_default_backend(kind.GLOO)
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), kind.GLOO, backend)
+    kinds: Any = dist.ProcessGroup.BackendType
+    default = kinds.NCCL if has_nccl else kinds.GLOO
+    group._set_default_backend(default)
+    for device, backend in backends.items():
+        is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+        group._register_backend(torch.device(device), kinds.GLOO if is_gloo else default, backend)
     made: dist.ProcessGroup = group
     return made
 
@@ -128,12 +146,14 @@ def replace_group_factory(factory: Callable[..., Any]) -> None:
     _c10d._new_process_group_helper = make
 
 
-def backends_of(backend: Any) -> set[str]:
-    """The backends that a name such as ``gloo`` or ``cpu:gloo,cuda:nccl`` stands for here."""
+def backends_of(backend: Any) -> dict[str, str]:
+    """The backends that a name such as ``gloo`` or ``cpu:gloo,cuda:nccl`` stands for here, by the type of device."""
     by_device: dict[str, str] = _c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    if not torch.accelerator.is_available():
-        by_device = {"cpu": by_device["cpu"]} if "cpu" in by_device else by_device
-    return {str(each) for each in by_device.values()}
+    here = {"cpu"}
+    if torch.accelerator.is_available():
+        here.add(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    found = {device: str(kind) for device, kind in by_device.items() if device in here}
+    return found or {device: str(kind) for device, kind in by_device.items()}
 
 
 def is_known(group: Any) -> bool:
@@ -263,9 +283,25 @@ def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
         module._register_comm_hook(net.reducer, state, hook)
 
 
+def syncs_buffers_next(net: Any) -> bool:
+    """Whether DDP's next forward pass broadcasts buffers, if it does that at all: not behind a pass without gradients."""
+    return bool(net.require_forward_param_sync)
+
+
+def set_syncs_buffers_next(net: Any, syncs: bool) -> None:
+    """See :func:`syncs_buffers_next`."""
+    net.require_forward_param_sync = syncs
+
+
 def push_parameters(net: Any) -> None:
     """As if the gradients of all parameters had arrived, in the parameters' order: DDP settles its layout in the next pass."""
     net.reducer._push_all_rebuilt_params()
+
+
+def backward_under_way() -> int | None:
+    """A number of the backward pass that this thread is in; None: in none."""
+    number: int = torch._C._current_graph_task_id()
+    return None if number < 0 else number
 
 
 def call_behind_backward(function: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Gloo's connections, which can be shut from another thread: every collective that waits on them then raises at once.
+"""The connections of groups, which can be shut from another thread: every collective that waits on them then raises at once.
 
 Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux tells what
 an epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, also those that Gloo opened later,
@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from rallypoint.errors import ElasticError, RendezvousConnectionError
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
 
+from .communicators import Communicator
 from .works import Lives
 
 
@@ -37,6 +39,22 @@ KNOCKING = 1.0
 _PAIR = struct.Struct("=q")
 # Seconds for a connection to the workers' store.
 STORE_PATIENCE = 15.0
+_CUT = "a member was lost while the group formed"
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A group whose members are connected.
+
+    Args:
+        group: what torch's operations are called on.
+        gloo: its backend for tensors in the host's memory, or None.
+        nccl: its communicator, or None.
+    """
+
+    group: Any
+    gloo: Any
+    nccl: Communicator | None
 
 
 class Wiring:
@@ -63,6 +81,8 @@ class Wiring:
         self.lives = Lives()
         self._client: TcpStore | None = None
         self._store: Any = None  # c10d's view of it: torch's stubs know no Store
+        self._patient: Any = None  # the same over a connection of its own, for NCCL
+        self._communicators: list[Communicator] = []
 
     @property
     def is_cut(self) -> bool:
@@ -87,60 +107,118 @@ class Wiring:
         """
         return self.store().get(f"{self._prefix}/{key}", timeout)
 
-    def gather(self, size: int, timeout: float) -> None:
-        """Wait until all members have called this. Once.
+    def gather(self, size: int, timeout: float, name: str = "") -> None:
+        """Wait until all members have called this. Once for each name.
 
         Args:
             size: how many there are.
             timeout: in seconds.
+            name: of what they come for.
         Raises:
-            TimeoutError, RendezvousConnectionError: as :meth:`wait`.
+            TimeoutError: so many have not come in time.
+            RendezvousConnectionError: as :meth:`wait`.
         """
-        if self.store().add(f"{self._prefix}/gathered", 1) == size:
-            self.set("all", b"1")
-        self.wait("all", timeout)
+        place = f"{name}/" if name else ""
+        here = self.store().add(f"{self._prefix}/{place}gathered", 1)
+        if here == size:
+            self.set(f"{place}all", b"1")
+        try:
+            self.wait(f"{place}all", timeout)
+        except TimeoutError:
+            here = int(self.store().peek(f"{self._prefix}/{place}gathered") or here)
+            what = f"group {name.partition('@')[0]!r}" if name else "a meeting"
+            raise TimeoutError(
+                f"{here} of {size} ranks came to {what} within {timeout:g} s; a longer time is init_process_group(timeout=…)"
+            ) from None
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key below the prefix."""
         self.store().set(f"{self._prefix}/{key}", value)
 
-    def group(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    def group(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        backends: Mapping[str, str],
+        options: Any = None,
+    ) -> Connected:
         """Connect the members of a group.
 
-        Collective: all members call it with the same ``name`` and ``size``.   Blocks: until all are connected.
+        Collective: all members call it with the same ``name``, ``size`` and ``backends``.   Blocks: until all are connected; NCCL
+        connects them later (:meth:`.Communicator.connect`).
         Args:
             name: of the group. No two groups with a member in common are connected under one name at once; one that was destroyed
                 leaves it to another with the same members.
             rank: of this process within the group.
             size: number of members.
             timeout: of its collectives.
+            backends: ``gloo`` or ``nccl``, by the type of device.
+            options: torch's for NCCL, or None.
         Raises:
+            TimeoutError: not all came within the group's time-out.
             RuntimeError: a member is gone, or the wiring was cut; raised by torch.
-            RendezvousConnectionError: the store is gone.
+            RendezvousConnectionError: the store is gone, or the wiring was cut.
         """
-        self._connect()
+        with self._lock:
+            count = self._formed[name] = self._formed.get(name, 0) + 1
+        name = f"{name}/{count}"
+        # They come from different places of the script, and may be minutes apart: Gloo begins when all are there.
+        self.gather(size, timeout.total_seconds(), name)
+        prefix, kinds = f"{self._prefix}/{name}", set(backends.values())
+        gloo = self._gloo(prefix, rank, size, timeout) if "gloo" in kinds else None
+        nccl = self._nccl(prefix, rank, size, timeout, options) if "nccl" in kinds else None
+        made = {
+            device: gloo if kind == "gloo" or nccl is None else nccl.backend
+            for device, kind in backends.items()
+        }
+        store = torch_private.prefixed(self._store, prefix)
+        group = torch_private.group_over(made, store, rank, size, has_nccl=nccl is not None)
+        return Connected(group, gloo, nccl)
+
+    def _gloo(self, prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
         with self._lock:
             if not self._devices:
                 self._devices = _devices()
             self._pairs += size
             self._forming += 1
-            count = self._formed[name] = self._formed.get(name, 0) + 1
-        try:
-            return self._connected(f"{name}/{count}", rank, size, timeout)
-        finally:
-            with self._lock:
-                self._forming -= 1
-
-    def _connected(self, name: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        store = torch_private.prefixed(self._store, f"{self._prefix}/{name}")
+        store = torch_private.prefixed(self._store, prefix)
         options = torch_private.gloo_options(
             [device.handle for device in self._devices], timedelta(seconds=FORMING)
         )
-        backend = dist.ProcessGroupGloo(store, rank, size, options)
+        try:
+            backend = dist.ProcessGroupGloo(store, rank, size, options)
+        finally:
+            with self._lock:
+                self._forming -= 1
         if self._is_cut:
-            raise RendezvousConnectionError("a member was lost while the group formed")
+            raise RendezvousConnectionError(_CUT)
         backend.set_timeout(timeout)
-        return torch_private.group_over(backend, store, rank, size)
+        return backend
+
+    def _nccl(
+        self, prefix: str, rank: int, size: int, timeout: timedelta, options: Any
+    ) -> Communicator:
+        with self._lock:
+            if self._patient is None and not self._is_cut:
+                # Its members meet in their first collective, which some may reach late.
+                client = TcpStore(*self._address, timeout=STORE_PATIENCE)
+                self._patient = c10d_store(client, timeout.total_seconds())
+        if self._is_cut:
+            raise RendezvousConnectionError(_CUT)
+        store = torch_private.prefixed(self._patient, f"{prefix}/nccl")
+        made = Communicator(store, rank, size, timeout, options)
+        with self._lock:
+            self._communicators.append(made)
+        if self.is_cut:
+            made.abort()
+        return made
+
+    def forget(self, communicator: Communicator) -> None:
+        """Its group is dropped."""
+        with self._lock:
+            self._communicators = [each for each in self._communicators if each is not communicator]
 
     def cut(self) -> None:
         """Shut everything down, from any thread. Calls that wait on it raise.
@@ -150,11 +228,15 @@ class Wiring:
         self._is_cut = True
         now = clock.MONOTONIC.now()
         with self._lock:
-            store, devices = self._store, list(self._devices)
+            stores, devices = (self._store, self._patient), list(self._devices)
+            communicators = list(self._communicators)
             awaited = self._pairs if self._forming else 0
             self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
-        if store is not None:
-            store.close()
+        for communicator in communicators:
+            communicator.abort()
+        for store in stores:
+            if store is not None:
+                store.close()
         for device in devices:
             device.shut(awaited)
         if now - cut_at >= PATIENCE:
@@ -167,7 +249,7 @@ class Wiring:
                 self._client = TcpStore(host, port, timeout=STORE_PATIENCE)
                 self._store = c10d_store(self._client, FORMING)
         if self._is_cut:
-            raise RendezvousConnectionError("a member was lost while the group formed")
+            raise RendezvousConnectionError(_CUT)
 
 
 class _Device:

@@ -7,7 +7,7 @@ anew. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ cod
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
@@ -19,12 +19,15 @@ from rallypoint._core import rank_watch
 from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
+from .communicators import Communicator
 from .connections import Wiring
 from .replicas import Span, replica_size, span_of
-from .works import Explain, KeptMessage, KeptWork, Lives, attended, dispose, done
+from .stream_works import Stream, StreamWork
+from .works import GIVEN_UP, Explain, KeptMessage, KeptWork, Lives, attended, dispose, done, flat
 
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 class Answerer(Protocol):
@@ -32,6 +35,10 @@ class Answerer(Protocol):
 
     def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
         """Run one operation, and return its (finished) work. ``args`` as ``ProcessGroup``'s methods take them."""
+
+
+# Called with an operation, its arguments and its work.
+Observer = Callable[["KeptGroup", str, tuple[Any, ...], "dist.Work | None"], None]
 
 
 class KeptGroup(dist.ProcessGroup):
@@ -42,9 +49,27 @@ class KeptGroup(dist.ProcessGroup):
         rank: of this process in it.
         ranks: its members' global ranks, in the order of their group ranks.
         timeout: of its collectives.
+        backends: ``gloo`` or ``nccl``, by the type of device.
+        is_for_session: the session talks over it, from the memory of one host to that of another.
+        options: torch's for NCCL, or None.
+        device: the GPU that the script has named; None: the present one.
+
+    Attributes:
+        awaits: the script must not use a result of NCCL before it is known to be right.
     """
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        backends: Mapping[str, str],
+        *,
+        is_for_session: bool,
+        options: Any = None,
+        device: torch.device | None = None,
+    ) -> None:
         # torch's stubs know only the form with a store, which a group of ours has no use for.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.kept_name = name
@@ -53,10 +78,17 @@ class KeptGroup(dist.ProcessGroup):
         self.setup_rank = rank  # that with which this process runs the script's set-up
         self.span: Span | None = None  # of the replicas, where there may be more or fewer of these
         self._rank, self._timeout = rank, timeout
+        self._asked, self._options, self._device = dict(backends), options, device
+        self._backends = {"cpu": "gloo", **backends} if is_for_session else self._asked
         self._lives: Lives | None = None  # of the inner group's connections
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
+        self._gloo: Any = None  # of its backends, what sends tensors of the host's memory
+        self._nccl: Communicator | None = None
+        self._wiring: Wiring | None = None
+        self.awaits = False
+        self._stream = Stream(name, self._check, self._abort)
         self.answerer: Answerer | None = None
-        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+        self.observer: Observer | None = None
         self.before: Callable[[KeptGroup, str], None] | None = None
         # Other arguments of a collective, or its work.
         self.amend: Callable[[KeptGroup, str, tuple[Any, ...]], Any] | None = None
@@ -78,9 +110,27 @@ class KeptGroup(dist.ProcessGroup):
         # torch begins to count anew once all groups are destroyed, and may give a name to other members then.
         members = zlib.crc32(repr(self.members).encode())
         name = f"{self.label}/{members}"
-        inner = wiring.group(name, self._rank, len(self.members), self._timeout)
-        torch_private.name_group(inner, self.kept_name)
-        self.inner, self.answerer, self._lives = inner, None, wiring.lives
+        made = wiring.group(
+            name, self._rank, len(self.members), self._timeout, self._backends, self._options
+        )
+        torch_private.name_group(made.group, self.kept_name)
+        self.inner, self._gloo, self._nccl = made.group, made.gloo, made.nccl
+        self.answerer, self._lives, self._wiring = None, wiring.lives, wiring
+
+    @property
+    def has_nccl(self) -> bool:
+        return "nccl" in self._backends.values()
+
+    def connect_gpus(self) -> None:
+        """Connect the members' present GPUs, if it is a group over NCCL.
+
+        Collective: all members.   Blocks: until they are connected.
+        Raises:
+            RuntimeError: a member is lost.
+        """
+        if self._nccl is not None and self._lives is not None:
+            device = self._device or torch.device("cuda", torch.cuda.current_device())
+            self._nccl.connect(device, self._lives)
 
     def disconnect(self, answerer: Answerer) -> None:
         """Drop the inner group; ``answerer`` takes its place."""
@@ -88,9 +138,15 @@ class KeptGroup(dist.ProcessGroup):
         self._drop()
 
     def _drop(self) -> None:
-        if self.inner is not None:
-            dropped, self.inner = [self.inner], None
-            dispose(dropped)
+        if self.inner is None:
+            return
+        dropped, self.inner = [self.inner, self._gloo], None
+        if self._nccl is not None:
+            assert self._wiring is not None
+            self._wiring.forget(self._nccl)
+            dropped += self._nccl.hand_over()
+        self._gloo = self._nccl = self._wiring = None
+        dispose(dropped)
 
     def barrier_now(self) -> None:
         """Wait for all members, past what stands in for the connections.
@@ -99,15 +155,18 @@ class KeptGroup(dist.ProcessGroup):
             RuntimeError: one is lost.
         """
         assert self._lives is not None
-        KeptWork(self.inner.barrier(), self._lives).wait()
+        KeptWork(self._gloo.barrier(), self._lives).wait()
 
     def send_now(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a contiguous tensor to a member.   Blocks: until it is sent. Called in :meth:`transfer`."""
-        self.inner.send([tensor], to, 0).wait(self._timeout)
+        """Send a contiguous tensor, on any device, to a member.   Blocks: until it is sent. Called in :meth:`transfer`."""
+        self._gloo.send([tensor.cpu()], to, 0).wait(self._timeout)
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into a contiguous tensor.   Blocks: until it is there. Called in :meth:`transfer`."""
-        self.inner.recv([tensor], source, 0).wait(self._timeout)
+        """Receive into a contiguous tensor, on any device.   Blocks: until it is there. Called in :meth:`transfer`."""
+        place = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
+        self._gloo.recv([place], source, 0).wait(self._timeout)
+        if place is not tensor:
+            tensor.copy_(place)
 
     def transfer(self, function: Callable[[], T]) -> T:
         """Call a function that sends or receives point to point.
@@ -117,9 +176,22 @@ class KeptGroup(dist.ProcessGroup):
             Exception: as the function.
         """
         assert self._lives is not None
-        return attended(function, self._lives)
+        if not torch_private.cuda_is_in_use():
+            return attended(function, self._lives)
 
-    def run(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        def run() -> T:
+            # A thread has streams of its own: what was given to the others' comes first, and what it does is over before they go on.
+            torch.cuda.synchronize()
+            result = function()
+            torch.cuda.synchronize()
+            return result
+
+        return attended(run, self._lives)
+
+    def run(
+        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dist.Work | None:
+        """One of torch's operations. Returns its work; None if it is in the current stream already, as NCCL's that are not ``async_op``."""
         if self.amend is not None:
             amended = self.amend(self, operation, (*args, *kwargs.values()))
             if isinstance(amended, dist.Work):
@@ -133,13 +205,19 @@ class KeptGroup(dist.ProcessGroup):
         if self.before is not None:
             self.before(self, operation)
         try:
-            work = self._begun(operation, args, kwargs)
+            work: dist.Work | None = self._begun(operation, args, kwargs)
         except RuntimeError as error:
             changed = None if self.explain is None else self.explain(error)
             if changed is None:
                 raise
             raise changed from error
-        if self._lives is not None and operation != torch_private.MONITORED_BARRIER:
+        if self._is_on_gpu(operation, (*args, *kwargs.values())):
+            work = self._on_stream(work)
+        elif (
+            self._lives is not None
+            and work is not None
+            and (operation != torch_private.MONITORED_BARRIER)
+        ):
             if operation in torch_private.POINT_TO_POINT:
                 work = KeptMessage(work, self._lives, self._timeout, self._explained)
             else:
@@ -147,6 +225,57 @@ class KeptGroup(dist.ProcessGroup):
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work
+
+    def _is_on_gpu(self, operation: str, args: tuple[Any, ...]) -> bool:
+        if not self.has_nccl:
+            return False
+        if operation == "barrier":
+            device = args[0].device if args else None
+            return device is None or device.type == "cuda"
+        return any(tensor.is_cuda for tensor in flat(args))
+
+    def _on_stream(self, work: dist.Work | None) -> dist.Work | None:
+        """Without work, the collective is in the current stream already."""
+        if not self.awaits:
+            return None if work is None else StreamWork(work, self._refuse_after_loss)
+        if torch.cuda.is_current_stream_capturing():
+            raise ElasticError(
+                f"elastic.session: a collective of group {self.kept_name!r} in a CUDA graph cannot be kept: the graph would go on using"
+                " connections that a loss ends. Leave collectives out of graphs"
+            )
+        is_later = self._stream.settle_behind_backward(self._timeout)
+        if work is not None:
+            return StreamWork(work, None if is_later else self._settle)
+        if not is_later:
+            self._settle(None)
+        return None
+
+    def _settle(self, timeout: timedelta | None) -> None:
+        self._stream.settle(timeout or self._timeout)
+
+    def _refuse_after_loss(self, timeout: timedelta | None) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        """Whether what has come over the connections so far is right.
+
+        Raises:
+            MembershipChanged: a member is lost, in a session.
+            RuntimeError: a member is lost.
+        """
+        if self.explain is not None and (changed := self.explain(None)) is not None:
+            raise changed
+        if self._wiring is not None and self._wiring.is_cut:
+            raise RuntimeError(GIVEN_UP)
+
+    def _abort(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
+        """The work of the operations since ``_start_coalescing``; torch's name."""
+        work = None if self.inner is None else self.inner._end_coalescing(*args, **kwargs)  # noqa: SLF001
+        return self._on_stream(work) if self.has_nccl else work
 
     def _explained(self, error: BaseException | None) -> Exception | None:
         """By the session that is under way. A work that never ends must not hold one that is over, and with it the model."""
@@ -210,11 +339,12 @@ class KeptGroup(dist.ProcessGroup):
         return "rallypoint"
 
     def name(self) -> str:
-        return "gloo"
+        return "nccl" if self.has_nccl else "gloo"
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # Where torch puts objects that it sends. The session's own way is not told.
+        return [torch.device(each) for each in self._asked] if self.has_nccl else [_CPU]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -230,8 +360,8 @@ class KeptGroup(dist.ProcessGroup):
             self.inner.abort()
 
 
-def _operation(name: str) -> Callable[..., dist.Work]:
-    def run(self: KeptGroup, *args: Any, **kwargs: Any) -> dist.Work:
+def _operation(name: str) -> Callable[..., dist.Work | None]:
+    def run(self: KeptGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
         return self.run(name, args, kwargs)
 
     run.__name__ = name
@@ -251,6 +381,8 @@ def _passed_on(name: str, otherwise: Any) -> Callable[..., Any]:
 for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
 for _name, _otherwise in torch_private.PASSED_ON.items():
+    if _name in vars(KeptGroup):
+        continue
     setattr(KeptGroup, _name, _passed_on(_name, _otherwise))
 for _function in vars(KeptGroup).values():
     if isinstance(_function, FunctionType):
@@ -272,7 +404,7 @@ class Groups:
             None  # how many ranks one has, if there may be more or fewer replicas
         )
         self._on_misfit: Callable[[], None] | None = None
-        self.observer: Callable[[KeptGroup, str, tuple[Any, ...], dist.Work], None] | None = None
+        self.observer: Observer | None = None
 
     @property
     def default(self) -> KeptGroup | None:
@@ -290,7 +422,7 @@ class Groups:
         self._groups = [each for each in self._groups if torch_private.is_known(each)]
 
     def install(self) -> None:
-        """From now on, the groups that this process makes with Gloo are kept ones."""
+        """From now on, the groups that this process makes with Gloo and NCCL are kept ones."""
         torch_private.replace_group_factory(self._make)
 
     def connect(self, wiring: Wiring) -> None:
@@ -301,6 +433,25 @@ class Groups:
         self._wiring, self._answerer = wiring, None
         for group in self._groups:
             group.connect(wiring)
+        self.connect_gpus()
+
+    def connect_gpus(self) -> None:
+        """Connect those over NCCL, which does so in the first collective otherwise.
+
+        Collective: all members of the default group.   Blocks: until all are connected.
+        """
+        for group in self._groups:
+            group.connect_gpus()
+
+    def check(self) -> None:
+        """Whether what the GPU holds is right: nothing in it has come over a group that was aborted.
+
+        Raises:
+            RuntimeError: a member is lost.
+        """
+        wiring = self._wiring
+        if wiring is not None and wiring.is_cut and any(each.has_nccl for each in self._groups):
+            raise RuntimeError(GIVEN_UP)
 
     def become(self, rank: int) -> None:
         """In a spare, which has made only groups of all ranks, or keeps its rank: be another global rank from now on."""
@@ -357,7 +508,8 @@ class Groups:
         group_name: Any,
         **options: Any,
     ) -> Any:
-        if torch_private.backends_of(backend) != {"gloo"} or str(group_name) in (
+        backends = torch_private.backends_of(backend)
+        if not set(backends.values()) <= {"gloo", "nccl"} or str(group_name) in (
             torch_private.names_of_groups()
         ):
             return original(size, rank, ranks, backend, store, group_name, **options)
@@ -372,7 +524,17 @@ class Groups:
             return torch_private.NOT_A_MEMBER, None
         timeout = options.get("timeout") or timedelta(minutes=30)
         members = list(ranks) or list(range(size))
-        group = KeptGroup(str(group_name), rank, members, timeout)
+        given = options.get("backend_options") or options.get("pg_options")
+        group = KeptGroup(
+            str(group_name),
+            rank,
+            members,
+            timeout,
+            backends,
+            is_for_session=not self._groups,
+            options=given,
+            device=options.get("device_id"),
+        )
         group.observer = self.observer
         if self._answerer is not None:
             group.disconnect(self._answerer)

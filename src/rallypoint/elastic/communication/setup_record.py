@@ -21,6 +21,7 @@ from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
 from .groups import KeptGroup
+from .stream_works import StreamWork
 from .works import KeptMessage, done, flat
 
 
@@ -41,7 +42,7 @@ class Recorder:
         self._size = 0
 
     def observe(
-        self, group: KeptGroup, operation: str, args: tuple[Any, ...], work: dist.Work
+        self, group: KeptGroup, operation: str, args: tuple[Any, ...], work: dist.Work | None
     ) -> None:
         """Take down an operation's result. Blocks: until it is there; but for messages, whose end may depend on what the script does
         next."""
@@ -49,23 +50,25 @@ class Recorder:
         if operation in torch_private.POINT_TO_POINT:
             self._observe_message(group.kept_name, operation, args, work)
             return
-        work.wait()
+        if work is not None:
+            work.wait()
         results = self._results.setdefault(group.kept_name, [])
         results.append((operation, self._data(args)))
 
     def _observe_message(
-        self, name: str, operation: str, args: tuple[Any, ...], work: dist.Work
+        self, name: str, operation: str, args: tuple[Any, ...], work: dist.Work | None
     ) -> None:
         messages = self._messages.setdefault(name, [])
         at = len(messages)
         messages.append((operation, None))
+        if operation == "send" or not isinstance(work, KeptMessage | StreamWork):
+            return
 
-        def received() -> None:
+        def received(source: int) -> None:
             if (data := self._data(args)) is not None:
-                messages[at] = operation, [*data, str(work.source_rank()).encode()]
+                messages[at] = operation, [*data, str(source).encode()]
 
-        if operation != "send" and isinstance(work, KeptMessage):
-            work.observer = received
+        work.observer = received
 
     def _data(self, args: tuple[Any, ...]) -> list[bytes] | None:
         tensors = list(flat(args[0])) if args else []

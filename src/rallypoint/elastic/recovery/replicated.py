@@ -60,6 +60,8 @@ class Replicated:
         self._packed = self._packed_before = b""
         self.random: RandomState | None = None
         self.ranks = 0
+        # Collectives of the step under way, and of the one before.
+        self._collectives = self._usual = 0
 
     def held(self) -> tuple[Held, ...] | None:
         return None
@@ -112,6 +114,7 @@ class Replicated:
         if self.random is not None:
             self.random.restore()
             self.random = None
+        self._usual, self._collectives = self._collectives, 0
         objects, buffers = self._objects, None
         if not self._course.in_body or self._course.place.done:
             buffers = self._keep(is_task=is_task, behind=behind)
@@ -128,7 +131,11 @@ class Replicated:
 
     def note_collective(self) -> None:
         """Behind a step's last collective this rank may die in a step that the others complete."""
+        self._collectives += 1
         if self.own is None or self._memory is None:
+            return
+        if self._collectives < self._usual and self._objects.buffers.are_on_gpu():
+            # It waits for the GPU, and is needed at the last one only: that of the step before tells which it is.
             return
         state, buffers = RandomState.now(), self._objects.buffers.as_bytes()
         later = self.own.later

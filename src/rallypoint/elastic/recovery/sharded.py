@@ -229,7 +229,11 @@ class Sharded:
         while not self._course.is_back and self._snapshots.is_due(
             self._course.steps, self._scope, even_early=even_early
         ):
-            self._snapshots.take(self._own(random), self._scope)
+            try:
+                self._snapshots.take(self._own(random), self._scope)
+            except RuntimeError as error:
+                self._catch_up(error)
+                continue
             try:
                 self._snapshots.agree()
             except _LOST as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,18 @@ class Snapshots:
         fd: of this rank's memory.
         every: how many steps a loss may cost, or None.
         copies: on other nodes, if there are any.
+        check: raises RuntimeError if what the GPU holds is not right, as a member was lost while it computed.
     """
 
     def __init__(
-        self, objects: Objects, fd: int, every: int | None, copies: Copies | None = None
+        self,
+        objects: Objects,
+        fd: int,
+        every: int | None,
+        copies: Copies | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self._state = LocalState(objects)
         self._slots = Slots(fd)
         self._copies = copies
@@ -68,6 +75,7 @@ class Snapshots:
 
         Raises:
             ElasticError: an optimizer's state is sharded in another way than its parameters.
+            RuntimeError: a member is lost, so the state is not right.
             OSError: no more memory.
         """
         begun = clock.MONOTONIC.now()
@@ -83,7 +91,7 @@ class Snapshots:
         }
         size, pieces = local_state.laid_out(local_state.packed(record), tensors)
         held = Held(self._last.number + 1, own.steps)
-        self._slots.write(held, size, pieces)
+        self._slots.write(held, size, self._checked(pieces))
         now = clock.MONOTONIC.now()
         self._cost = now - begun
         if self._copies is not None:
@@ -97,6 +105,13 @@ class Snapshots:
         }
         self._scopes[held.number] = self._scope = scope
         self.copy(())
+
+    def _checked(
+        self, pieces: Iterable[tuple[int, torch.Tensor]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copying them waits for the GPU. What was aborted meanwhile has left anything in them."""
+        yield from pieces
+        self._check()
 
     def copy(self, copied: Sequence[Held]) -> None:
         """Send the last snapshot to other nodes, in the background, unless it is one of these."""

@@ -86,7 +86,18 @@ class Buffers:
             return b""
         buffers = self.now()
         self._are_large = sum([each.nbytes for each in buffers]) > MAX_BUFFERS
-        return b"" if self._are_large else b"".join([bytes_of(each) for each in buffers])
+        if self._are_large:
+            return b""
+        if self.are_on_gpu(buffers):
+            # One copy to the host: each waits for the GPU.
+            parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in buffers]
+            return bytes_of(torch.cat(parts))
+        return b"".join([bytes_of(each) for each in buffers])
+
+    def are_on_gpu(self, buffers: Sequence[torch.Tensor] | None = None) -> bool:
+        """Whether there are any, and all on one device that is not the host."""
+        devices = {each.device for each in (self.now() if buffers is None else buffers)}
+        return len(devices) == 1 and next(iter(devices)).type != "cpu"
 
     @torch.no_grad()
     def fill(self, data: bytes, left_out: Sequence[bool] = ()) -> None:

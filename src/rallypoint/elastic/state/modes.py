@@ -1,17 +1,22 @@
-"""What modules are set to, besides numbers: whether they train or evaluate, and which parameters are trained.
+"""What modules are set to, besides numbers: whether they train or evaluate, which parameters are trained, and what DDP does next.
 
 A step or function that a loss ends may have left them otherwise (``net.eval()`` … ``net.train()``), and a process that takes a lost rank
-over runs its script from the top, without what changed them in earlier epochs (a backbone that was unfrozen).
+over runs its script from the top, without what changed them in earlier epochs (a backbone that was unfrozen). DDP broadcasts buffers in a
+forward pass unless the one before was without gradients: where one rank repeats a validation and another comes to it from training, one
+would wait for a broadcast that the other leaves out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rallypoint.elastic import torch_private
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +26,12 @@ class Flags:
     Args:
         training: of each module.
         trained: of each parameter: ``requires_grad``.
+        syncs: of each DDP module: whether its next forward pass broadcasts buffers.
     """
 
     training: list[bool]
     trained: list[bool]
+    syncs: list[bool]
 
 
 class Modes:
@@ -37,12 +44,14 @@ class Modes:
 
     def __init__(self, parts: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
         self._parts, self._parameters = list(parts), list(parameters)
+        self._ddp = [each for each in parts if isinstance(each, DistributedDataParallel)]
         self._behind = self.now()  # the last complete step
 
     def now(self) -> Flags:
         return Flags(
             [each.training for each in self._parts],
             [each.requires_grad for each in self._parameters],
+            [torch_private.syncs_buffers_next(each) for each in self._ddp],
         )
 
     def note_complete(self) -> None:
@@ -57,10 +66,13 @@ class Modes:
         for parameter, trained in zip(self._parameters, flags.trained, strict=True):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
+        for net, syncs in zip(self._ddp, flags.syncs, strict=True):
+            torch_private.set_syncs_buffers_next(net, syncs)
 
     def told(self) -> list[list[Any]]:
         """For another process: those of now, and those behind the last complete step."""
-        return [[each.training, each.trained] for each in (self.now(), self._behind)]
+        both = (self.now(), self._behind)
+        return [[each.training, each.trained, each.syncs] for each in both]
 
     def take(self, told: Sequence[Sequence[Any]]) -> None:
         """From :meth:`told`: those of then are those of now."""
@@ -75,4 +87,4 @@ class Modes:
             is_new: this process runs its script from the top. It may not come by what has unfrozen parameters since.
         """
         trained = self.now().trained if is_new else self._behind.trained
-        self.restore(Flags(self._behind.training, trained))
+        self.restore(replace(self._behind, trained=trained))

@@ -1,0 +1,130 @@
+"""Collectives of NCCL, which run on the GPU: the call has returned long before they end.
+
+After a loss they are aborted, and end with anything in their tensors. So what they bring must not reach parameters before it is
+known to be right. Where all ranks have the state (:mod:`.replicated`), nobody could bring back what was lost that way: there, the CPU waits for
+the GPU before the script goes on with results, which is once behind each backward pass. With snapshots it need not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rallypoint.elastic import torch_private
+
+from .communicators import Alarm
+
+
+# Called where results are about to be used; blocks until they are right. Takes a time-out, or None for the group's.
+Settle = Callable[[timedelta | None], None]
+
+
+class StreamWork(dist.Work):
+    """The work of a collective over NCCL, as torch gives it to users, DDP and compiled graphs.
+
+    Args:
+        inner: NCCL's.
+        settle: see above; None: nobody has to wait.
+
+    Attributes:
+        observer: called once the current stream waits for it, with the rank in the group that a message was from.
+    """
+
+    def __init__(self, inner: dist.Work, settle: Settle | None) -> None:
+        super().__init__()
+        self._inner = inner
+        self._settle = settle
+        self.observer: Callable[[int], None] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Have the current stream wait for it; where results must be right before they are used, block until it has ended.
+
+        Raises:
+            MembershipChanged: a member is lost, in a session.
+            RuntimeError: it did not end in time.
+        """
+        # NCCL would poll for its end with a time-out, and abort by itself.
+        self._inner.wait()
+        settle, self._settle = self._settle, None  # DDP holds works, and this holds the session
+        if settle is not None:
+            settle(timeout)
+        observer, self.observer = self.observer, None
+        if observer is not None:
+            observer(self.source_rank())
+        return True
+
+    def get_future(self) -> Any:
+        return self._inner.get_future()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future_result(self) -> Any:
+        return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
+
+
+class Stream:
+    """Waits for the GPU, on behalf of one group.
+
+    Args:
+        name: of the group, for errors.
+        check: raises what a collective raises after a loss.
+        abort: ends everything that waits for the other members.
+    """
+
+    _alarm = Alarm()
+
+    def __init__(self, name: str, check: Callable[[], None], abort: Callable[[], None]) -> None:
+        self._name, self._check, self._abort = name, check, abort
+        self._passes: int | None = None  # the backward pass behind which it will wait
+
+    def settle_behind_backward(self, timeout: timedelta) -> bool:
+        """In a backward pass: wait behind it, before the script goes on. Returns False outside of one."""
+        number = torch_private.backward_under_way()
+        if number is None:
+            return False
+        if number != self._passes:
+            self._passes = number
+            # DDP hangs its own end behind the pass when the last of its collectives has begun: go behind that, too.
+            torch_private.call_behind_backward(
+                lambda: torch_private.call_behind_backward(lambda: self.settle(timeout))
+            )
+        return True
+
+    def settle(self, timeout: timedelta) -> None:
+        """Wait until the current stream has done all that was given to it.
+
+        Raises:
+            MembershipChanged: a member is lost, in a session.
+            RuntimeError: it takes longer than ``timeout``.
+        """
+        seconds = timeout.total_seconds()
+        self._alarm.set(seconds, self._abort)
+        try:
+            torch.cuda.current_stream().synchronize()
+        finally:
+            has_rung = self._alarm.stop()
+        self._check()
+        if has_rung:
+            raise RuntimeError(
+                f"NCCL: timed out waiting for a collective of group {self._name!r} to end, for {seconds:g} s;"
+                " a longer time is init_process_group(timeout=…)"
+            )
