@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import fake_nccl
 from rallypoint import elastic
 
 
@@ -75,7 +76,9 @@ torch.manual_seed(0)
 device = torch.device(DEVICE, 0)
 if DEVICE == "cuda":
     torch.cuda.set_device(device)
-dist.init_process_group(BACKEND)
+elif BACKEND == "nccl":
+    fake_nccl.install()
+dist.init_process_group("gloo" if DEVICE == "cpu" else BACKEND)
 rank, size = dist.get_rank(), dist.get_world_size()
 told: list[Any] = [f"of rank {rank}"]
 dist.broadcast_object_list(told)
@@ -84,7 +87,7 @@ everybody: list[Any] = [None] * size
 dist.all_gather_object(everybody, rank)
 assert everybody == list(range(size)), everybody
 pair = dist.new_group([0, 1])
-if rank < 2:
+if rank < 2 and BACKEND == "nccl":
     told_by = torch.full((3,), float(rank), device=device)
     if rank == 0:
         dist.send(told_by, 1)

@@ -53,6 +53,9 @@ def trained(
     ("kind", "workers"),
     [
         ("cpu gloo", 2),
+        # Over a stand-in for NCCL.
+        ("cpu nccl static", 3),
+        ("cpu nccl fsdp2", 2),
         pytest.param("cuda gloo", 2, marks=GPU),
         pytest.param("cuda nccl", 2, marks=GPU),
         pytest.param("cuda cpu:gloo,cuda:nccl", 2, marks=GPU),
@@ -133,6 +136,6 @@ def test_a_process_ends_with_a_group_over_nccl(tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=GPU)])
 def test_a_collective_over_nccl_that_never_ends_is_given_up(tmp_path: Path, kind: str) -> None:
-    done = on_gpus(tmp_path, "hang", "--hang-after", "0")
+    done = on_gpus(tmp_path, "hang", "--max-losses", "0")
     assert done.returncode != 0
     assert "timed out waiting for a collective of group '0' to end, for 20 s" in done.stderr

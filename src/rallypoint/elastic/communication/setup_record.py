@@ -64,8 +64,10 @@ class Recorder:
         if operation == "send" or not isinstance(work, KeptMessage | StreamWork):
             return
 
-        def received(source: int) -> None:
+        def received() -> None:
             if (data := self._data(args)) is not None:
+                # NCCL does not tell, but whoever receives over it has named the sender.
+                source = work.source_rank() if isinstance(work, KeptMessage) else args[1]
                 messages[at] = operation, [*data, str(source).encode()]
 
         work.observer = received

@@ -31,14 +31,14 @@ class StreamWork(dist.Work):
         settle: see above; None: nobody has to wait.
 
     Attributes:
-        observer: called once the current stream waits for it, with the rank in the group that a message was from.
+        observer: called once the current stream waits for it.
     """
 
     def __init__(self, inner: dist.Work, settle: Settle | None) -> None:
         super().__init__()
         self._inner = inner
         self._settle = settle
-        self.observer: Callable[[int], None] | None = None
+        self.observer: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have the current stream wait for it; where results must be right before they are used, block until it has ended.
@@ -54,7 +54,7 @@ class StreamWork(dist.Work):
             settle(timeout)
         observer, self.observer = self.observer, None
         if observer is not None:
-            observer(self.source_rank())
+            observer()
         return True
 
     def get_future(self) -> Any:

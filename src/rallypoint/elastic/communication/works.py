@@ -161,7 +161,7 @@ class KeptMessage(KeptWork):
         explain: as above.
 
     Attributes:
-        observer: called when it has ended well, with the rank in the group that it was from.
+        observer: called when it has ended well.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class KeptMessage(KeptWork):
     ) -> None:
         super().__init__(inner, lives, explain)
         self._timeout = timeout
-        self.observer: Callable[[int], None] | None = None
+        self.observer: Callable[[], None] | None = None
 
     def _wait(self, timeout: timedelta | None) -> bool:
         # Without a time, Gloo takes the one that its connections were formed with. And it ends the connection with the first
@@ -178,7 +178,7 @@ class KeptMessage(KeptWork):
         ended = attended(lambda: inner.wait(left), self._lives)
         observer, self.observer = self.observer, None
         if observer is not None:
-            observer(self.source_rank())
+            observer()
         return ended
 
     def get_future(self) -> Any:
