@@ -234,6 +234,7 @@ def callees() -> Iterator[Callee]:
             "register, name_group",
         ),
         (dist.ProcessGroup, "_set_group_desc", f"(self: {group}, arg0: str) -> None", "register"),
+        (torch._C, "_current_graph_task_id", "(", "backward_under_way"),
         (dist.Reducer, "_reset_state", f"({c_plus_plus}) -> None", "reset_reducer"),
         (dist.Reducer, "_set_static_graph", f"({c_plus_plus}) -> None", "renew_reducer"),
         (DDP, "_build_params_for_reducer", "self", "parts_of_reducer"),
@@ -400,6 +401,7 @@ ATTRIBUTES = {
     "_distributed_c10d",
     "_current_frames",
     "_dump_nccl_trace_json",  # only in builds with NCCL
+    "_set_sequence_number_for_group",
     "_authoritative_rank",
     "_buffers",
     "_builtins",
@@ -672,7 +674,12 @@ def test_the_metadata_of_a_checkpoint_is_made_of_what_we_know() -> None:
 
 
 def test_every_operation_of_a_group_is_known() -> None:
-    known = {*of_elastic.COLLECTIVES, *of_elastic.POINT_TO_POINT, *of_elastic.PASSED_ON}
+    known = {
+        *of_elastic.COLLECTIVES,
+        *of_elastic.POINT_TO_POINT,
+        *of_elastic.PASSED_ON,
+        of_elastic.END_COALESCING,
+    }
     assert not [name for name in known if not hasattr(dist.ProcessGroup, name)]
     work = {
         name
@@ -695,7 +702,7 @@ def test_private_attributes_that_sessions_use(ddp: Any) -> None:
     assert of_elastic.group_of_ddp(ddp) is ddp.process_group
     assert not of_elastic.is_static(ddp)
     assert "0" in of_elastic.names_of_groups()
-    assert of_elastic.backends_of("gloo") == {"gloo"}
+    assert of_elastic.backends_of("gloo") == {"cpu": "gloo"}
     changed = torch.zeros(1)
     assert not of_elastic.is_sharded(changed)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
@@ -958,7 +965,7 @@ def test_what_gives_the_iterator_of_a_loader_its_indices_is_known(size: int | No
 def test_every_private_name_is_asked_for_above() -> None:
     asked = {each.name for each in CALLEES} | ATTRIBUTES
     asked |= {part for name in of_launch.LEARNABLE for part in name.split(".")}
-    asked |= {*of_elastic.COLLECTIVES, *of_elastic.PASSED_ON}
+    asked |= {*of_elastic.COLLECTIVES, *of_elastic.PASSED_ON, of_elastic.END_COALESCING}
     for module in (of_elastic, of_join, of_launch, of_parallel, of_rpc):
         path = Path(module.__file__ or "")
         own = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}

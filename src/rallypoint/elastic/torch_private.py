@@ -119,10 +119,10 @@ IN_PLACE = frozenset(
     }
 )
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
+END_COALESCING = "_end_coalescing"
 # A group's other methods, and what they return where it has no connections.
 PASSED_ON = {
     "_start_coalescing": None,
-    "_end_coalescing": None,
     "_get_backend": None,
     "_has_hooks": False,
     "_set_sequence_number_for_group": None,
@@ -131,6 +131,11 @@ PASSED_ON = {
     "_wait_for_pending_works": None,
     "_enable_collectives_timing": None,
 }
+
+
+def end_coalescing(group: Any, *args: Any, **kwargs: Any) -> Any:
+    """The work of the operations since ``_start_coalescing``."""
+    return group._end_coalescing(*args, **kwargs)
 
 
 # -- making torch's groups ours -------------------------------------------------------------------------------

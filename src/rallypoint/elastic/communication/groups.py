@@ -272,9 +272,11 @@ class KeptGroup(dist.ProcessGroup):
         if self._nccl is not None:
             self._nccl.abort()
 
-    def _end_coalescing(self, *args: Any, **kwargs: Any) -> Any:
-        """The work of the operations since ``_start_coalescing``; torch's name."""
-        work = None if self.inner is None else self.inner._end_coalescing(*args, **kwargs)  # noqa: SLF001
+    def end_coalescing(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        """The work of the operations since coalescing began."""
+        if self.inner is None:
+            return None
+        work: dist.Work | None = torch_private.end_coalescing(self.inner, *args, **kwargs)
         return self._on_stream(work) if self.has_nccl else work
 
     def _explained(self, error: BaseException | None) -> Exception | None:
@@ -381,9 +383,8 @@ def _passed_on(name: str, otherwise: Any) -> Callable[..., Any]:
 for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
 for _name, _otherwise in torch_private.PASSED_ON.items():
-    if _name in vars(KeptGroup):
-        continue
     setattr(KeptGroup, _name, _passed_on(_name, _otherwise))
+setattr(KeptGroup, torch_private.END_COALESCING, KeptGroup.end_coalescing)
 for _function in vars(KeptGroup).values():
     if isinstance(_function, FunctionType):
         torch_private.run_uncompiled(_function)
