@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-deep test-long check docs format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-deep test-long check docs pictures format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -88,6 +88,9 @@ check: $(STAMP)  ## ruff, mypy (strict) and the import rules
 
 docs: $(STAMP)   ## build the site, with the API reference, in docs/_build; warnings are errors
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
+pictures: $(STAMP) ## run a small job and draw what it prints; writes docs/terminal.svg
+	$(BIN)/python docs/pictures.py
 
 format: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix .

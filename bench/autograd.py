@@ -3,7 +3,8 @@
     python bench/autograd.py --quick
     python bench/autograd.py --output bench/results/autograd.json
 
-Like bench/rpc.py, whose groups it uses: both run at the same time and take turns block by block.
+Like bench/rpc.py, whose groups it uses: both run at the same time and take turns block by block. Floors stand beside each figure:
+the same computation in one process, which is torch's own work, and the bare calls, without gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autograd_functions import PARAMETERS, double, forward, layers
+from autograd_functions import PARAMETERS, Layers, double, forward, layers, nothing
 from jobs import Progress, machine, publish, spread
 from rpc import MIB, OURS, RIVALS, SAME_HOST, Duel, Found, Group, Rank, importable, name, row
 
@@ -32,8 +33,9 @@ MODULES = {
 SIZES = {"16 B": 16, "1 MiB": MIB, "64 MiB": 64 * MIB}
 WORKERS = 4
 CHAIN, BACKWARD, STEP, EMPTY = "chain of 2 workers", "backward", "optimizer step", "empty context"
-# What a chain cannot be faster than, by much.
-PLAIN = "two plain calls, the same tensors"
+# What a chain and a step cannot be faster than, by much.
+PLAIN, ALONE = "two plain calls, the same tensors", "alone, forward and backward"
+PLAIN_STEP, ALONE_STEP = "four empty calls at once", "alone, the optimizers' own steps"
 
 
 class AutogradRank(Rank):
@@ -70,6 +72,16 @@ class AutogradRank(Rank):
             found.append(time.perf_counter() - began)
         return found[warm_up:]
 
+    def alone(self, num_bytes: int, count: int, warm_up: int) -> list[float]:
+        """Seconds of the chain's computation in this process."""
+        x = torch.ones(num_bytes // 4, requires_grad=True)
+        found = []
+        for _ in range(warm_up + count):
+            began = time.perf_counter()
+            torch.autograd.grad(double(x).sum(), x)
+            found.append(time.perf_counter() - began)
+        return found[warm_up:]
+
     def step(self, count: int, warm_up: int) -> list[float]:
         """Seconds of each step of one optimizer over parameters on all workers."""
         remotes = [self._rpc.remote(name(at), layers) for at in range(WORKERS)]
@@ -85,6 +97,32 @@ class AutogradRank(Rank):
                 began = time.perf_counter()
                 optimizer.step(context_id)
                 found.append(time.perf_counter() - began)
+        return found[warm_up:]
+
+    def plain_step(self, count: int, warm_up: int) -> list[float]:
+        """Seconds of one empty call to each worker, all at the same time."""
+        found = []
+        for _ in range(warm_up + count):
+            began = time.perf_counter()
+            futures = [self._rpc.rpc_async(name(at), nothing) for at in range(WORKERS)]
+            for each in futures:
+                each.wait()
+            found.append(time.perf_counter() - began)
+        return found[warm_up:]
+
+    def alone_step(self, count: int, warm_up: int) -> list[float]:
+        """Seconds of the steps of all workers' optimizers in this process, one after the other."""
+        optimizers = []
+        for _ in range(WORKERS):
+            made = Layers()
+            made.forward(torch.ones(1, made.parameters[0].shape[0])).sum().backward()
+            optimizers.append(torch.optim.SGD(made.parameters, lr=0.001))
+        found = []
+        for _ in range(warm_up + count):
+            began = time.perf_counter()
+            for each in optimizers:
+                each.step()
+            found.append(time.perf_counter() - began)
         return found[warm_up:]
 
     def context(self, count: int, warm_up: int) -> list[float]:
@@ -111,11 +149,14 @@ def measure_chain(label: str, num_bytes: int, blocks: int, calls: int) -> Callab
             row(f"{what}, {label}", SAME_HOST, "us", _part(found, at), figure(1e6))
             for at, what in enumerate((f"{CHAIN}, forward and backward", f"{CHAIN}, {BACKWARD}"))
         ]
-        # After the chains, so that these are measured as without it.
-        found = duel.turns(
-            lambda group: group.ask([0], "plain", num_bytes, calls, 2)[0], max(1, blocks // 2)
-        )
-        return [*rows, row(f"{PLAIN}, {label}", SAME_HOST, "us", found, figure(1e6))]
+        # After the chains, so that these are measured as without them.
+        for what, method in ((PLAIN, "plain"), (ALONE, "alone")):
+            found = duel.turns(
+                lambda group, method=method: group.ask([0], method, num_bytes, calls, 2)[0],
+                max(1, blocks // 2),
+            )
+            rows.append(row(f"{what}, {label}", SAME_HOST, "us", found, figure(1e6)))
+        return rows
 
     return run
 
@@ -148,7 +189,9 @@ def measure(quick: bool, only: str) -> list[dict[str, Any]]:
         for label, size in SIZES.items()
     ]
     steps.append((2, EMPTY, measure_one(EMPTY, "context", few, 500)))
-    steps.append((WORKERS, STEP, measure_one(STEP, "step", few, 20 if quick else 100)))
+    some = 20 if quick else 100
+    for what, method in ((STEP, "step"), (PLAIN_STEP, "plain_step"), (ALONE_STEP, "alone_step")):
+        steps.append((WORKERS, what, measure_one(what, method, few, some)))
     steps = [each for each in steps if only in each[1]]
     rows: list[dict[str, Any]] = []
     progress = Progress(len(steps))

@@ -14,6 +14,10 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
+def nothing() -> None:
+    pass
+
+
 class Layers:
     """Some parameters of one worker."""
 

@@ -116,7 +116,7 @@ class Job:
             timing=Timing(join=more.pop("join", JOIN), lease=LEASE),
             host=more.pop("host", f"n{len(self.handlers)}"),
             local_addr="127.0.0.1",
-            say=lambda _: None,
+            say=more.pop("say", lambda _: None),
             **more,
         )
         self.handlers.append(handler)
@@ -223,6 +223,21 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     again = job.meet(staying)[0]
     assert (spare.result(JOIN).rank, spare.result().world_size) == (rank, 2)
     assert again.rank == infos[id(staying)].rank
+
+
+@pytest.mark.parametrize("backend", ["memory"], indirect=True)
+def test_a_spare_that_waits_through_several_rounds_says_so_once(job: Job) -> None:
+    said: list[str] = []
+    members = [job.node(2, 2) for _ in range(2)]
+    job.meet(*members)
+    spare = job.node(2, 2, say=said.append)
+    (waiting,) = job.join(spare)
+    for generation in (1, 2, 3):
+        until(lambda awaited=f"{generation}/waiting": members[0].records.count(awaited) == 1)
+        assert job.meet(*members)[0].generation == generation
+    until(lambda: members[0].records.count("4/waiting") == 1)
+    assert not waiting.done()
+    assert said == ["the job is running with 2 nodes; waiting as a spare until one is lost"]
 
 
 @pytest.mark.parametrize("backend", ["memory"], indirect=True)

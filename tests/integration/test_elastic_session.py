@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -410,6 +411,7 @@ def test_the_same_error_at_the_same_step_ends_the_job(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("takes its place") == 1
     assert "ValueError: a bad batch" in done.stderr
+    assert "\n  not replaced the same error came at the same step before\n" in done.stderr
 
 
 def test_losses_are_limited(tmp_path: Path) -> None:
@@ -417,6 +419,18 @@ def test_losses_are_limited(tmp_path: Path) -> None:
     done, _ = trained(tmp_path / "job", faults, "--max-losses", "1")
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.count("takes its place") == 1
+    why = "--max-losses is used up (1 in 600 s)"
+    assert f"\n  not replaced {why}\n" in done.stderr
+    (written,) = re.findall(r"  report       (.*)\n", done.stderr)
+    assert json.loads(Path(written).read_text())["not_replaced"] == why
+
+
+def test_a_restart_says_why_a_lost_worker_is_not_replaced(tmp_path: Path) -> None:
+    faults = [(2, 1, "forward")]
+    done, _ = trained(tmp_path / "job", faults, "--max-losses", "0", "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    said = "restarting all workers (attempt 2 of 2); not replaced: --max-losses is 0"
+    assert said in done.stderr
 
 
 def alone(tmp_path: Path, source: str, *command: str) -> subprocess.CompletedProcess[str]:

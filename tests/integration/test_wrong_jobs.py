@@ -169,3 +169,24 @@ def test_one_of_two_jobs_is_listed(answers: Answers, capsys: pytest.CaptureFixtu
         answers(name, {"id": name, "state": "running"})
     assert main(["ps", "--json", "eval"]) == 0
     assert [line.count('"eval"') for line in capsys.readouterr().out.splitlines()] == [1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", command]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: rally {command} ")
+
+
+def test_help_of_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "lgs"]) == 2
+    assert "did you mean logs?" in capsys.readouterr().err
+
+
+def test_logs_of_a_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").touch()
+    for name, problem in (("nope", "no such folder"), ("a file", "a file, not a folder")):
+        path = str(tmp_path / name)
+        assert main(["logs", path]) == 2
+        assert f"logs '{path}': {problem}" in capsys.readouterr().err

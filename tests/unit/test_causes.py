@@ -57,6 +57,14 @@ def test_a_change_of_nodes_is_no_attempt() -> None:
     )
 
 
+def test_the_line_says_why_a_worker_of_a_session_is_not_replaced() -> None:
+    for verdict in (Verdict.FAILED, Verdict.CHANGED):
+        why = dataclasses.replace(state(verdict), not_replaced="--max-losses is 0")
+        told = Causes(failures=(KILLED,)).why_all_restart(why)
+        assert told.endswith("; not replaced: --max-losses is 0")
+        assert told.startswith(Causes(failures=(KILLED,)).why_all_restart(state(verdict)))
+
+
 def test_an_echo_of_another_node_does_not_hide_what_was_told_before() -> None:
     causes = Causes()
     elsewhere = dataclasses.replace(KILLED, host="b", node_rank=1, rank=5)

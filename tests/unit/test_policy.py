@@ -630,24 +630,62 @@ def test_a_worker_that_is_lost_again_before_it_arrives_is_replaced_again():
     assert again.state.replaced == 2
 
 
+OUTSIDE = "not all workers are in the session (missing: {})"
+OVER = "another worker has left the session"
+NOBODY = "no worker is left that has the session's state"
+
+
 @pytest.mark.parametrize(
     ("why", "state", "event"),
     [
-        ("another is not in a session", in_session(0, 1, 2, kept=frozenset({1, 2})), LOST),
-        ("nobody is left", in_session(1), LOST),
-        ("the others only arrive", in_session(0, 1, kept=frozenset({1}), arriving={0}), LOST),
-        ("the store is gone", in_session(0, 1, 2), WorkerEnded(-1, failed=True)),
-        ("another node is not in a session", in_session(0, 1, 2, num_nodes=2, nodes=2), LOST),
-        ("one has left its session", in_session(0, 1, 2, has_left=True), LOST),
-        ("it is switched off", in_session(0, 1, 2, max_losses=0), LOST),
-        ("too many were lost", in_session(0, 1, 2, losses=(4.0, 5.0)), LOST),
-        ("the error came before", in_session(0, 1, 2), WorkerEnded(1, failed=True, again=True)),
+        (OUTSIDE.format("local rank 0"), in_session(0, 1, 2, kept=frozenset({1, 2})), LOST),
+        (OUTSIDE.format("local ranks 0, 2"), in_session(0, 1, 2, kept=frozenset({1})), LOST),
+        (OUTSIDE.format("nodes 0, 1"), in_session(0, 1, 2, num_nodes=2, nodes=2), LOST),
+        (NOBODY, in_session(1), LOST),
+        (NOBODY, in_session(0, 1, kept=frozenset({1}), arriving=frozenset({0})), LOST),
+        (OVER, in_session(0, 1, 2, has_left=True), LOST),
+        ("--max-losses is 0", in_session(0, 1, 2, max_losses=0), LOST),
+        ("--max-losses is used up (2 in 10 s)", in_session(0, 1, 2, losses=(4.0, 5.0)), LOST),
+        (
+            "the same error came at the same step before",
+            in_session(0, 1, 2),
+            WorkerEnded(1, failed=True, again=True),
+        ),
+        (
+            "its session could not begin",
+            in_session(0, 1, 2),
+            WorkerEnded(1, failed=True, refused=True),
+        ),
     ],
 )
 def test_when_a_lost_worker_is_a_failure_as_ever(why, state, event):
     decision = policy.decide(6.0, state, event)
-    assert not any(isinstance(each, Replace) for each in decision.commands), why
+    assert not any(isinstance(each, Replace) for each in decision.commands)
     assert decision.state.phase in {Phase.STOPPING, Phase.SWEEPING}
+    assert decision.state.not_replaced == why
+
+
+@pytest.mark.parametrize(
+    ("why", "state", "event"),
+    [
+        ("there is no session", running(0, 1, 2, max_losses=2), LOST),
+        ("the store is gone, no worker", in_session(0, 1, 2), WorkerEnded(-1, failed=True)),
+        ("another node has failed", in_session(0, 1, num_nodes=2), PeerFailed(1, 0)),
+        ("a node joins", in_session(0, 1, num_nodes=2, elastic=True), NodeWaiting()),
+    ],
+)
+def test_why_no_worker_is_replaced_is_not_said_where_none_could_be(why, state, event):
+    decision = policy.decide(6.0, state, event)
+    assert not any(isinstance(each, Replace) for each in decision.commands)
+    assert (decision.state.phase, decision.state.not_replaced) == (Phase.STOPPING, ""), why
+
+
+def test_the_first_reason_why_no_worker_is_replaced_counts_until_all_start_anew():
+    first = policy.decide(6.0, in_session(0, 1, 2, max_losses=0), LOST).state
+    then = policy.decide(6.1, first, WorkerEnded(0, failed=True, again=True)).state
+    assert then.not_replaced == "--max-losses is 0"
+    restarts = replace(then, phase=Phase.JOINING, generation=1)
+    assert policy.decide(7.0, restarts, formed(restarts, 3)).state.not_replaced == ""
 
 
 def test_old_losses_do_not_count():
@@ -663,7 +701,8 @@ def test_a_worker_that_has_left_its_session_is_not_kept():
 
 def test_a_worker_that_leaves_its_session_while_another_takes_over_ends_the_generation():
     state = policy.decide(0.0, in_session(0, 1, 2), LOST).state
-    assert policy.decide(0.0, state, SessionLeft(0)).state.phase is Phase.STOPPING
+    ended = policy.decide(0.0, state, SessionLeft(0)).state
+    assert (ended.phase, ended.not_replaced) == (Phase.STOPPING, f"{OVER} meanwhile")
 
 
 def test_a_restart_begins_without_sessions():
@@ -747,6 +786,7 @@ def test_all_restart_if_nobody_is_left_who_has_the_state():
     assert second.commands[0] == TellPeers("failed")
     assert second.state.phase is Phase.SWEEPING
     assert second.state.aim is Aim.RESTART
+    assert second.state.not_replaced == NOBODY
 
 
 def test_a_node_whose_session_has_ended_fails_when_another_loses_a_worker():
@@ -754,7 +794,7 @@ def test_a_node_whose_session_has_ended_fails_when_another_loses_a_worker():
     assert left.commands == (TellPeers("out of session"),)
     decision = policy.decide(0.1, left.state, LossTold(1))
     assert decision.commands[0] == TellPeers("failed")
-    assert decision.state.phase is Phase.STOPPING
+    assert (decision.state.phase, decision.state.not_replaced) == (Phase.STOPPING, OVER)
 
 
 def test_the_others_of_a_node_may_end_before_all_have_heard_of_a_loss():

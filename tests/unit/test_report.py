@@ -165,6 +165,14 @@ def test_a_reason_without_a_culprit():
     assert "victims      rank 0: stopped (SIGKILL)" in text
 
 
+def test_why_a_worker_of_a_session_was_not_replaced_is_told_and_written():
+    why = "--max-losses is used up (1 in 600 s)"
+    told = report(killed(1, 9), killed(0, 15, stopped_by_us=True), not_replaced=why)
+    assert f"\n  not replaced {why}" in render(told)
+    assert "not replaced" not in render(report(killed(1, 9)))
+    assert FailureReport.from_json(told.to_json()).not_replaced == why
+
+
 def test_equal_fates_share_a_line():
     victims = [
         raising(
@@ -208,7 +216,9 @@ def test_everything_at_once_is_at_most_forty_lines():
     quiet = killed(0, 6, native_stack=NATIVE, cause="because " * 100, stderr=("x " * 90,) * 20)
     victims = [raising(n, "RuntimeError", f"{n} " * 90) for n in range(1, 40)]
     for first in (root, quiet):
-        text = render(report(first, *victims, log_folder="/l", report_file="/r", reason=""))
+        text = render(
+            report(first, *victims, log_folder="/l", report_file="/r", not_replaced="so " * 99)
+        )
         assert len(text.splitlines()) <= 40, text
 
 

@@ -242,6 +242,12 @@ def test_what_cannot_be_submitted(text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["slurm", "k8s --image i", "ssh --hosts a", "ray"])
+def test_forgotten_dashes_before_the_script_are_named(engine: str) -> None:
+    with pytest.raises(ConfigError, match="expected -- before the script .* -- train.py"):
+        read([*engine.split(), "train.py", "--lr", "1"])
+
+
+@pytest.mark.parametrize("engine", ["slurm", "k8s --image i", "ssh --hosts a", "ray"])
 @pytest.mark.parametrize(
     ("words", "told"),
     [

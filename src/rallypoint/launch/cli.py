@@ -33,7 +33,7 @@ usage: rally COMMAND …
   rally env                            list the environment variables that rally reads
   rally --version
 
-rally run --help lists the flags."""
+rally run --help lists the flags, rally help COMMAND those of another command."""
 
 _COMMANDS = (
     *("run", "ps", "top", "stacks", "memory", "profile", "logs", "web", "warm", "doctor"),
@@ -155,6 +155,8 @@ def _dispatch(words: list[str]) -> int:
         case "--version" | "-V":
             _print(f"rally {rallypoint.__version__}")
             return 0
+        case "help" if len(words) > 1 and words[1] != "help":
+            return _dispatch([words[1], "--help"])
         case "-h" | "--help" | "help":
             _print(_USAGE)
             return 0

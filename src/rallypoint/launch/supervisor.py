@@ -537,11 +537,12 @@ class Supervisor:
         if events.is_wanted():
             events.emit(self._now.workers.end_of(worker))
         index = self._now.workers.index(worker)
-        again = status != 0 and (
-            self._kept.has_seen(self._now.workers.failure_of(worker), worker.failed_at)
-            or worker.is_refused
+        again = status != 0 and self._kept.has_seen(
+            self._now.workers.failure_of(worker), worker.failed_at
         )
-        end = policy.WorkerEnded(index, failed=status != 0, symptom=symptom, again=again)
+        end = policy.WorkerEnded(
+            index, failed=status != 0, symptom=symptom, again=again, refused=worker.is_refused
+        )
         if self._may_be_ahead(status):
             self._held_ends.append(end)
             self._loop.after(DEATH_AHEAD, self._decide_held_ends)

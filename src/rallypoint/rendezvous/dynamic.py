@@ -148,6 +148,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._facts: Mapping[str, Any] = {}
         self._arrived: int | None = None
         self._advice: Mapping[str, Any] | None = None
+        self._told = ""
         self._stop = threading.Event()
         self._departures = Departures()
         self._standing = standing = Standing(
@@ -201,6 +202,7 @@ class DynamicRendezvous(RendezvousHandler):
         began = MONOTONIC.now()
         deadline = Deadline(self._timing.join)
         self._arrived = None
+        self._told = ""
         while True:
             try:
                 records = self._connected(deadline)
@@ -516,14 +518,20 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.LeftOut():
                 return self._listener.on_left_out()
             case operations.Tell(text, None):
-                return self._say(text)
+                return self._tell(text)
             case operations.Tell(text, rest):
                 # Nodes that were given different places do not see each other.
                 towards = self._home.towards()
                 place = "" if towards is None else f", at {towards[0]}:{towards[1]}"
-                return self._say(f"{text}{place}{rest}")
+                return self._tell(f"{text}{place}{rest}")
             case _:
                 assert_never(operation)
+
+    def _tell(self, text: str) -> None:
+        """Tell the user, unless it was the last thing told: a spare waits for the same in every round."""
+        if text != self._told:
+            self._told = text
+            self._say(text)
 
     def _wait(self, records: RecordStore, key: str, timeout: float) -> Mapping[str, Any] | None:
         """Wait for a record, and check now and then which other nodes have arrived."""

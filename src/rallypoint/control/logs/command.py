@@ -185,6 +185,9 @@ def _find(name: str, *, follow: bool) -> tuple[client.RunningJob | None, Path]:
     try:
         job = client.connect(name)
     except client.NoSuchJobError as error:
+        if os.sep in name and not os.path.isdir(name):
+            problem = "a file, not a folder" if os.path.exists(name) else "no such folder"
+            raise ConfigError("logs", name, problem, "rally logs --help") from None
         raise ControlError(f"{error}; of a job that has ended: rally logs FOLDER") from None
     return job, _folder_of(job)
 

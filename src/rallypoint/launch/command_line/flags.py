@@ -638,6 +638,10 @@ def _value_after(name: str, flag: Flag, words: list[str]) -> str:
     return words.pop(0)
 
 
+# `mpirun -n 2`, `mpirun -np 2`, `srun -N 2`.
+_OF_OTHERS = {"-n": "nproc-per-node", "-N": "nnodes"}
+
+
 def find(name: str) -> Flag:
     """The flag of this name, written with dashes or underscores, or an unambiguous beginning of one."""
     plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
@@ -652,7 +656,7 @@ def find(name: str) -> Flag:
         if beginning:
             names = ", ".join(flag.name for flag in beginning)
             raise ConfigError(name, None, f"could be one of {names}")
-    near = _nearest(plain.lstrip("-"))
+    near = _OF_OTHERS.get(plain) or _nearest(plain.lstrip("-"))
     hint = f"did you mean --{near}?" if near else "rally run --help lists the flags"
     raise ConfigError(name, None, "no such flag", hint)
 

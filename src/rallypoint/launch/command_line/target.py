@@ -39,6 +39,9 @@ def target_from(values: Values, words: tuple[str, ...]) -> Job:
             raise ConfigError("program", name, "not found, or not executable", "check the path")
         return Job(kind=TargetKind.PROGRAM, name=name, args=args)
     if values.switch("module"):
+        if name.endswith(".py") and os.path.isfile(name):
+            hint = f"leave -m out: rally run … {name}"
+            raise ConfigError("--module", name, "a file, not the name of a module", hint)
         return Job(kind=TargetKind.MODULE, name=name, args=args)
     _check_not_a_program(name, args, values.env.get("PATH"))
     _check_script(name)

@@ -50,6 +50,7 @@ class FailureReport:
         report_file: this report as JSON, or None.
         reason: set if no worker is to blame (the fork server was killed, say).
         left_early: ranks whose scripts ended well before the others failed, if that may explain the failures.
+        not_replaced: why a lost worker of a session was not replaced in place, in words.
         slow: ranks of this node that were slow, in words.
         lost_hosts: hosts whose nodes the job has lost.
         engines: what the engines that run this node call the job and the node: by engine, by what it is.
@@ -62,6 +63,7 @@ class FailureReport:
     report_file: str | None = None
     reason: str = ""
     left_early: tuple[int, ...] = ()
+    not_replaced: str = ""
     slow: tuple[str, ...] = ()
     lost_hosts: tuple[str, ...] = ()
     engines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class FailureReport:
             "root_cause": None if root is None else _as_json(root),
             "victims": [_as_json(victim) for victim in self.victims],
             "left_early": list(self.left_early),
+            "not_replaced": self.not_replaced,
             "log_folder": self.log_folder,
             "slow": list(self.slow),
             "lost_hosts": list(self.lost_hosts),
@@ -121,6 +124,7 @@ class FailureReport:
             log_folder=record["log_folder"],
             reason=record["reason"],
             left_early=tuple(record.get("left_early", ())),
+            not_replaced=record.get("not_replaced", ""),
             lost_hosts=tuple(record.get("lost_hosts", ())),
             engines=record.get("engines", {}),
         )
@@ -164,6 +168,8 @@ def render(report: FailureReport, *, width: int = 100, colour: bool = False) -> 
     if root is not None:
         lines += _root_lines(root, report, width, paint)
     lines += _victim_lines(report.victims, width)
+    if report.not_replaced:
+        lines += _wrapped("  not replaced ", report.not_replaced, width, most=2)
     for each in report.slow[:MAX_SLOW_LINES]:
         lines += _wrapped("  slow         ", each, width, most=2)
     if report.log_folder:

@@ -27,9 +27,9 @@ Rules:
    until all others have finished, through all their rounds.
 6. A worker in a session (``rallypoint.elastic``) survives its peers. If one fails while all others are in a session, or start in
    order to enter one, only it is replaced, and the others are told (``Replace``). This is limited to ``max_losses`` in
-   ``loss_window`` seconds, and not done for an error that came at the same step before. With several nodes, the loss is told to
-   all of them first (``TellLoss``). They read of losses in one order, so they number them alike. A node that cannot keep its
-   workers says so by failing: then all restart.
+   ``loss_window`` seconds, and not done for an error that came at the same step before. If it is not done, the reason is kept for
+   people (``not_replaced``). With several nodes, the loss is told to all of them first (``TellLoss``). They read of losses in one
+   order, so they number them alike. A node that cannot keep its workers says so by failing: then all restart.
 7. If all workers of an elastic node are in a session, the loss of another node does not stop them: they are held (REJOINING) while
    the nodes meet again. If the round's plan says that all survivors keep their ranks and other nodes fill the free ones, the
    workers continue, and the newcomers' take the lost ones' places. Otherwise all restart, in the round that has formed. A

@@ -77,12 +77,16 @@ def decide(now: float, state: State, event: Event) -> Decision:
     match event:
         case RoundFormed():
             return round_formed(now, state, event)
-        case WorkerEnded(index, failed, symptom, again):
+        case WorkerEnded(index, failed, symptom):
             if failed and state.comes and state.is_extra and state.phase is Phase.RUNNING:
                 new = replace(state, running=state.running - {index})
                 return stop(now, new, Aim.FAIL, "the session goes on without it", tell="leaving")
-            if failed and not again and sessions.can_replace(now, state, index):
-                return sessions.lose_worker(now, state, index)
+            if failed:
+                why = sessions.why_not_replaced(now, state, event)
+                if not why:
+                    return sessions.lose_worker(now, state, index)
+                if index in state.running:
+                    state = sessions.with_reason(state, why)
             return _worker_ended(now, state, index, failed, symptom)
         case SessionEntered(index, sharded, resizes):
             new = replace(
@@ -207,18 +211,6 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
     return Decision(state, (), f"{why} while {state.phase}")
 
 
-def _can_keep(state: State) -> bool:
-    """Whether the workers of this node may go on when the nodes have met again."""
-    return (
-        state.phase is Phase.RUNNING
-        and state.elastic
-        and not state.has_left
-        and not state.is_sharded
-        and len(state.in_session) == state.nodes
-        and state.running <= state.kept | state.arriving
-    )
-
-
 def _meet_again(state: State, why: str) -> Decision:
     new = replace(state, phase=Phase.REJOINING, is_joining=True, verdict=Verdict.CHANGED)
     join = Join(state.generation + 1, state.restarts, Verdict.CHANGED)
@@ -227,14 +219,17 @@ def _meet_again(state: State, why: str) -> Decision:
 
 def _node_waits(now: float, state: State) -> Decision:
     why = "a node waits to join"
-    if _can_keep(state) and state.resizes:
+    if not sessions.why_not_kept(state) and state.resizes:
         return _meet_again(state, why)
     return _membership_changed(now, state, why, fatal=False)
 
 
 def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
-    if _can_keep(state) and state.nodes > 1 and not is_own:
+    not_kept = sessions.why_not_kept(state)
+    if not not_kept and state.nodes > 1 and not is_own:
         return _meet_again(state, why)
+    if not is_own:
+        state = sessions.with_reason(state, not_kept)
     if state.phase in {Phase.STOPPING, Phase.SWEEPING} and state.formed is not None:
         # The round that was to follow has lost a member.
         state = replace(state, formed=None, is_joining=False)

@@ -44,14 +44,15 @@ class WorkerEnded:
 
     Args:
         symptom: it only reports a lost peer, or the supervisor stopped it.
-        again: another one in its place would fail alike: it raised what a replaced one had raised at the same step, or its session
-            could not begin.
+        again: it raised what a replaced one had raised at the same step, and so would another one in its place.
+        refused: its session could not begin, and that of another one in its place could not, either.
     """
 
     index: int
     failed: bool
     symptom: bool = False
     again: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

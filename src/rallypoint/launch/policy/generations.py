@@ -51,6 +51,7 @@ def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
         new,
         nodes=event.nodes,
         has_left=False,
+        not_replaced="",
         is_sharded=False,
         resizes=True,
         replaced=0,

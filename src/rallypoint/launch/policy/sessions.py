@@ -3,29 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeAlias
+
+from rallypoint._core.rank_words import in_words, numbers_in_words
 
 from .commands import Decision, Replace, TellLoss, TellPeers
-from .events import LossTold
+from .events import LossTold, WorkerEnded
 from .generations import after_failure, stop
 from .state import Phase, State
 
 
-def can_replace(now: float, state: State, index: int) -> bool:
-    """Whether the others survive the loss of this worker, as far as this node knows."""
-    others = state.running - {index}
-    recent = [at for at in state.losses if now - at < state.loss_window]
-    if state.num_nodes == 1:
-        others_can = bool(others & state.kept)
-    else:
-        others_can = len(state.in_session) == state.nodes  # LossTold looks for survivors
-    return (
-        state.phase is Phase.RUNNING
-        and index in state.running
-        and others_can
-        and not state.has_left
-        and others <= state.kept | state.arriving
-        and len(recent) + len(state.lost) < state.max_losses
+# Whether it holds, and in words.
+_Reason: TypeAlias = "tuple[bool, str]"
+
+_OVER = "another worker has left the session"
+_NOBODY = "no worker is left that has the session's state"
+
+
+def why_not_replaced(now: float, state: State, lost: WorkerEnded) -> str:
+    """Why the others do not survive the loss of this worker, as far as this node knows. Empty: they do, and it is replaced."""
+    others = state.running - {lost.index}
+    count = sum(now - at < state.loss_window for at in state.losses) + len(state.lost)
+    limit = f"--max-losses is used up ({count} in {state.loss_window:g} s)"
+    # With several nodes, LossTold looks for survivors.
+    nobody = state.num_nodes == 1 and not others & state.kept
+    return _first(
+        (state.phase is not Phase.RUNNING, "all workers are being stopped"),
+        (lost.index not in state.running, "it is not a worker"),
+        (lost.refused, "its session could not begin"),
+        (lost.again, "the same error came at the same step before"),
+        (state.max_losses == 0, "--max-losses is 0"),
+        (count >= state.max_losses, limit),
+        (state.has_left, _OVER),
+        *_outside(state, others),
+        (nobody, _NOBODY),
     )
+
+
+def why_not_kept(state: State) -> str:
+    """Why the workers of this node do not survive the loss of another node. Empty: they do."""
+    return _first(
+        (not state.elastic, "the number of nodes is fixed"),
+        (state.phase is not Phase.RUNNING, "all workers are being stopped"),
+        (state.has_left, _OVER),
+        *_outside(state, state.running),
+        (state.is_sharded, "the state is sharded, without copies on other nodes"),
+    )
+
+
+def with_reason(state: State, why: str) -> State:
+    """Remember why a lost worker is not replaced. The first reason counts, and none in a job without sessions."""
+    seen = state.kept | state.arriving | state.lost | state.in_session
+    if state.phase is not Phase.RUNNING or not (seen or state.has_left):
+        return state
+    return replace(state, not_replaced=why)
+
+
+def _outside(state: State, workers: frozenset[int]) -> tuple[_Reason, _Reason]:
+    """Some of these workers, or those of other nodes, are not in the session."""
+    here = workers - state.kept - state.arriving
+    nodes = frozenset(range(state.nodes)) - state.in_session if state.num_nodes > 1 else frozenset()
+    words = "not all workers are in the session (missing: {})"
+    return (
+        (bool(here), words.format(f"local {in_words(here)}")),
+        (bool(nodes), words.format(f"node{'s' * (len(nodes) > 1)} {numbers_in_words(nodes)}")),
+    )
+
+
+def _first(*reasons: _Reason) -> str:
+    return next((why for holds, why in reasons if holds), "")
 
 
 def lose_worker(now: float, state: State, index: int) -> Decision:
@@ -79,6 +125,7 @@ def leave(now: float, state: State, index: int) -> Decision:
     why = f"worker {index} left its session"
     if state.phase is Phase.RUNNING and state.arriving:
         # It left just when another one was lost, whose successor would wait for it.
+        new = with_reason(new, f"{_OVER} meanwhile")
         aim, verdict = after_failure(new, symptom=False)
         return stop(now, new, aim, why, tell="failed", verdict=verdict)
     return Decision(new, commands, why)
@@ -106,10 +153,15 @@ def note_loss(now: float, state: State, event: LossTold) -> Decision:
     if not event.survivors:
         bare = state.without_survivors | {event.node_rank}
         state = replace(state, without_survivors=bare)
-    can_keep = state.running <= state.kept | state.arriving and not state.has_left
-    anyone = bool(state.in_session - state.without_survivors)
-    if state.phase is Phase.RUNNING and can_keep and anyone:
+    of_this_node, _ = _outside(state, state.running)
+    not_replaced = _first(
+        (state.has_left, _OVER),
+        of_this_node,
+        (not state.in_session - state.without_survivors, _NOBODY),
+    )
+    if state.phase is Phase.RUNNING and not not_replaced:
         return _replace_worker(now, state, event.index, why)
+    state = with_reason(state, not_replaced)
     if event.index is not None:
         state = replace(state, lost=state.lost - {event.index})
     if state.phase in {Phase.STOPPING, Phase.LISTENING, Phase.JOINING}:

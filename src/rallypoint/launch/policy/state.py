@@ -70,6 +70,7 @@ class State:
         without_survivors: those of them whose workers are all to be replaced.
         said_in_session: this node has told the others that its workers are in a session.
         has_left: a worker's session has ended.
+        not_replaced: why a lost worker of a session is not replaced in place, in words.
         is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
         resizes: all workers of this node that are in the session can go on with another number of ranks.
         comes: the workers of this node are to come to a session that is under way, and have not met the others.
@@ -111,6 +112,7 @@ class State:
     without_survivors: frozenset[int] = frozenset()
     said_in_session: bool = False
     has_left: bool = False
+    not_replaced: str = ""
     is_sharded: bool = False
     resizes: bool = False
     comes: bool = False

@@ -105,6 +105,9 @@ def read(words: Sequence[str]) -> Request:
             values[name] = value if equals else ours.pop(0)
         else:
             options.append(word)
+    if at == len(words) and (scripts := [each for each in options if each.endswith(".py")]):
+        hint = f"rally submit {engine} … -- {scripts[0]}"
+        raise ConfigError(f"submit {engine}", scripts[0], "expected -- before the script", hint)
     _check_options(engine, options)
     template = values.get("--template", "")
     if "--template" in values and not template:

@@ -73,9 +73,10 @@ class Causes:
         Args:
             state: of the new generation, with the old one's verdict.
         """
+        end = f"; not replaced: {state.not_replaced}" if state.not_replaced else ""
         # In a round that has formed already, it is counted as none.
         if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
-            return f"{self.lost or 'a node joined or left'}; restarting all workers"
+            return f"{self.lost or 'a node joined or left'}; restarting all workers{end}"
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.restart_window:
@@ -87,7 +88,7 @@ class Causes:
         failures = in_order_of_blame((*self.of_peers, *self.failures, *self.left_early))
         if failures:
             why = f"rank {failures[0].rank} {in_a_line(failures[0])}"
-        return f"{self.not_of_workers or self.lost or why}; restarting all workers ({again})"
+        return f"{self.not_of_workers or self.lost or why}; restarting all workers ({again}){end}"
 
     @property
     def ends(self) -> tuple[WorkerFailure, ...]:

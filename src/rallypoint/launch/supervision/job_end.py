@@ -181,6 +181,7 @@ class JobEnd:
             log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
             reason=why.reason,
             left_early=why.left_early,
+            not_replaced=self._now.state.not_replaced,
             slow=self._slow_ranks(),
             lost_hosts=tuple(
                 dict.fromkeys(e.host for e in self._troubles.noted if e.kind is Kind.LOST)
