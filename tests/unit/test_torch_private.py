@@ -745,6 +745,17 @@ def test_a_reducer_with_a_static_graph_begins_anew(ddp: Any) -> None:
     assert of_elastic.broadcast_from(2).rootRank == 2
 
 
+def test_a_reducer_goes_back_to_its_first_layout(ddp: Any) -> None:
+    net = DistributedDataParallel(torch.nn.Linear(2, 2))
+    parts = of_elastic.parts_of_reducer(net)
+    for _ in range(2):
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+        assert of_elastic.layout_of_buckets(net) is not None
+        of_elastic.renew_reducer(net, parts)
+        assert of_elastic.layout_of_buckets(net) is None
+
+
 def test_private_attributes_of_meshes_that_sessions_use(ddp: Any) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     assert any(each is mesh for each in of_elastic.meshes())

@@ -246,16 +246,18 @@ def parts_of_reducer(net: Any) -> tuple[Any, ...]:
 
 
 def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
-    """Let a DDP module with a static graph make its first pass once more: its reducer cannot forget half a pass.
+    """Let a DDP module make its first pass once more, with the layout of buckets of then.
 
-    The old reducer takes its hooks on the parameters with it.
+    No reducer goes back to its first layout, and one with a static graph cannot even forget half a pass. The old one takes its hooks on the
+    parameters with it.
 
     Args:
         parts: from :func:`parts_of_reducer`.
     """
     net._ddp_init_helper(*parts, net.static_graph)
-    net.reducer._set_static_graph()
-    net.logger._set_static_graph()
+    if net.static_graph:
+        net.reducer._set_static_graph()
+        net.logger._set_static_graph()
     net._static_graph_delay_allreduce_enqueued = False
     net._has_rebuilt_buckets = False
     module: Any = dist

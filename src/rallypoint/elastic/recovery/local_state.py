@@ -60,6 +60,7 @@ class LocalState:
             "groups": self._objects.groups(),
             "gradients": [each is not None for each in self._objects.gradients()],
             "modes": self._objects.modes.told(),
+            "passed": self._objects.passed(),
         }
         return structure, tensors
 
@@ -90,6 +91,7 @@ class LocalState:
             optimizer_state.load_part(each, _filled(state, tensors, _parameters_of(each)))
         self._objects.set_gradients(structure["gradients"])
         self._objects.modes.take(structure["modes"])
+        self._objects.go_back_to(structure["passed"])
 
 
 def laid_out(
