@@ -56,6 +56,7 @@ class LocalState:
             rest.append(_emptied(state, tensors, None))
         structure = {
             "in place": in_place,
+            "buffers": self._objects.buffers.told(),
             "rest": rest,
             "groups": self._objects.groups(),
             "gradients": [each is not None for each in self._objects.gradients()],
@@ -74,6 +75,8 @@ class LocalState:
         """
         for module in self._objects.modules:
             torch_private.reset_fsdp(module)
+        # A forward pass may have assigned others, of other shapes.
+        self._objects.buffers.take(structure["buffers"])
         own = list(self._objects.local_tensors())
         for each, held in zip(own, tensors[: structure["in place"]], strict=True):
             _fill(each, held)
