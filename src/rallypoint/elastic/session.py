@@ -352,7 +352,7 @@ class Session:
 
     def _enter(self, kept: KeptProcess) -> None:
         # Whether a lost node takes with it what nobody else has.
-        rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
+        rank, sharded = dist.get_rank(), self._objects.keeps_snapshots and self._num_copies < 2
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
@@ -437,7 +437,7 @@ class Session:
         if (kept.nodes > 1 or self._resizes) and self._num_copies > 1:
             rank, size = dist.get_rank(), dist.get_world_size()
             copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
-        if objects.is_sharded:
+        if objects.keeps_snapshots:
             snapshots = Snapshots(objects, memory.fd, self._every, copies)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
@@ -550,7 +550,7 @@ class Session:
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
-        course.note_loss(before, is_task=self._is_task, goes_back=self._objects.is_sharded)
+        course.note_loss(before, is_task=self._is_task, goes_back=self._objects.keeps_snapshots)
         self._heed_resize()
         return True
 
@@ -740,7 +740,7 @@ class Session:
                 " loop begins; have the session's loop within: `enumerate(session.batches(loader))` instead of"
                 " `session.batches(enumerate(loader))`"
             )
-        if self._meeting is not None and self._objects.is_sharded and iter(loader) is loader:
+        if self._meeting is not None and self._objects.keeps_snapshots and iter(loader) is loader:
             raise ElasticError(
                 f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss leads back to an earlier"
                 " batch; give a list, a DataLoader, or another object whose iteration begins anew each time"

@@ -283,10 +283,36 @@ def broadcast_from(root: int) -> Any:
     return options
 
 
-def stateful_hook(net: Any) -> str:
-    """The class of a communication hook's state that changes from step to step, of those in torch; empty if there is none."""
-    names = (type(state).__name__ for _, state in net._comm_hooks)
-    return next((name for name in names if name in {"PowerSGDState", "PostLocalSGDState"}), "")
+def states_of_hooks(net: Any) -> list[Any]:
+    """The states of a DDP module's communication hooks that change from step to step, of those in torch."""
+    hooks = "torch.distributed.algorithms.ddp_comm_hooks."
+    kinds = (
+        getattr(sys.modules.get(hooks + "powerSGD_hook"), "PowerSGDState", None),
+        getattr(sys.modules.get(hooks + "post_localSGD_hook"), "PostLocalSGDState", None),
+    )
+    known = tuple(kind for kind in kinds if kind is not None)
+    return [state for _, state in net._comm_hooks if isinstance(state, known)]
+
+
+# What such a state has: counts; tensors by the number of their bucket; generators of numpy.
+COUNTS_OF_HOOKS = (
+    *("iter", "total_numel_before_compression", "total_numel_after_compression"),
+    "next_stats_report",
+)
+MEMORY_OF_HOOKS = ("error_dict", "p_memory_dict", "q_memory_dict")
+GENERATORS_OF_HOOKS = ("rng",)
+
+
+def averager_of(each: Any) -> Any:
+    """The average of models that an object is, or that an optimizer calls in its step; None if there is none."""
+    averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
+    optimizers = sys.modules.get("torch.distributed.optim")
+    kind = getattr(averagers, "ModelAverager", None)
+    if kind is not None and isinstance(each, kind):
+        # One of the script's own may have methods for its state.
+        return None if hasattr(each, "state_dict") else each
+    kind = getattr(optimizers, "PostLocalSGDOptimizer", None)
+    return each.averager if kind is not None and isinstance(each, kind) else None
 
 
 def group_of_ddp(net: Any) -> Any:

@@ -25,6 +25,7 @@ from rallypoint.errors import ElasticError
 
 from . import optimizer_state
 from .buffers import Buffers
+from .hook_states import AveragerState, HookState, of_hooks, with_averagers
 from .loose_parameters import of_no_module
 from .modes import Flags, Modes
 from .param_groups import Members, add_missing, members
@@ -48,11 +49,16 @@ class Objects:
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a communication hook with state, or sharded parameters; a module is wrapped by the first FSDP; a
-            parameter or buffer is sparse.
+        ElasticError: a DDP module has sharded parameters; a module is wrapped by the first FSDP; a parameter or buffer is sparse.
+
+    Attributes:
+        is_sharded: a part of the state is on one rank only.
+        ranks_differ: what is not sharded may also be another on each rank, as with the memory of a communication hook.
+        keeps_snapshots: so each rank's state is kept in snapshots.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
+        given = list(with_averagers(map(_unwrapped, given)))
         for each in given:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(
@@ -64,7 +70,6 @@ class Objects:
                 _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
                 torch_private.reset_fsdp(each)
-        given = [_unwrapped(each) for each in given]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
         modules = [each for each in given if isinstance(each, nn.Module)]
         given = self.given = (*given, *of_no_module(self.optimizers, modules))
@@ -76,6 +81,7 @@ class Objects:
         self.others = [
             *(each for each in given if not isinstance(each, nn.Module)),
             *(ExtraState(each) for each in submodules if ExtraState.is_in(each)),
+            *of_hooks(self.ddp),
         ]
         self._parameters = [
             parameter for module in self.modules for parameter in module.parameters()
@@ -85,6 +91,8 @@ class Objects:
         self._tensors = *self._parameters, *buffers
         sharded = map(torch_private.is_sharded, (*self._tensors, *self.others))
         self.is_sharded = any(sharded)
+        self.ranks_differ = any(isinstance(each, HookState | AveragerState) for each in self.others)
+        self.keeps_snapshots = self.is_sharded or self.ranks_differ
         self.has_zero = any(
             torch_private.local_optimizer(each) is not each for each in self.optimizers
         )
@@ -298,7 +306,7 @@ class Objects:
         """A step is complete."""
         self.modes.note_complete()
         learned = self.static_graphs.note_complete()
-        for net in self.ddp if self.is_sharded else ():
+        for net in self.ddp if self.keeps_snapshots else ():
             is_early = self._passes[net] < self._passes_to_layout(net)
             if is_early and (net in learned or self._has_stepped(net)):
                 self._passes[net] += 1
@@ -571,13 +579,6 @@ def _check_wrappers(given: Any) -> None:
             raise ElasticError(
                 "elastic.session: FullyShardedDataParallel cannot be kept: its parameters are parts of flat tensors that only it can read."
                 " Use torch.distributed.fsdp.fully_shard"
-            )
-        if isinstance(part, DistributedDataParallel) and (
-            name := torch_private.stateful_hook(part)
-        ):
-            raise ElasticError(
-                f"elastic.session: a communication hook with a {name} cannot be kept: it has errors and counts of its own on each"
-                " rank, which are lost with a process. Use a hook without state, such as bf16_compress_hook"
             )
         if isinstance(part, DistributedDataParallel) and any(
             map(torch_private.is_localized, part.parameters())
