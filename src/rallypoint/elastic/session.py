@@ -21,6 +21,7 @@ from . import torch_private
 from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
 from .communication.groups import KeptGroup
+from .late_collectives import LateCollectives
 from .leftover import Leftover
 from .loops import loader_state
 from .loops.course import Course, Doing
@@ -87,6 +88,7 @@ class Session:
             )
         self._objects = objects
         self._leftover = Leftover(objects)
+        self._late = LateCollectives(matters=not objects.keeps_snapshots)
         self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
@@ -528,6 +530,7 @@ class Session:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
             self._objects.note_complete()
+            self._late.end_step()
             if self._is_task and meeting is not None and meeting.begun is not None:
                 # Reading all parameters at the beginning of each function would cost too much where one runs in each step.
                 changes = meeting.begun.changes
@@ -591,6 +594,8 @@ class Session:
             self._memory.progress.begin(group.label)
         if self._in_step:
             self._keeping.note_collective()
+            if self._late.is_watching and not self._is_task and self._has_changed():
+                self._late.tell(operation)
             if operation in torch_private.REDUCE_SCATTERS:
                 self._leftover.note_reduction()
 
@@ -799,6 +804,7 @@ def session(
     checkpoint_keep: int = 3,
     snapshot_every: int | None = None,
     copies: int = 2,
+    snapshots: bool = False,
 ) -> Session:
     """Train so that the loss of a process costs the others nothing.
 
@@ -826,11 +832,14 @@ def session(
         checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well, or
             ``rally run`` gets SIGTERM.
         checkpoint_keep: how many complete ones stay.
-        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), how many steps a
-            loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
+        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``) or ``snapshots``, how many steps
+            a loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
             allows. Replicated state needs none.
         copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
             buffers), its own node among them: so many nodes less one may be lost at once.
+        snapshots: keep each rank's whole state in snapshots, as sharded state is. For steps that communicate behind a change of parameters
+            (sharpness-aware optimizers, two optimizers with a backward pass between them), and ranks whose parameters differ.
+            ``LBFGS``, communication hooks with a state and averages of models need no such word.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:
@@ -845,7 +854,8 @@ def session(
         if checkpoint is None
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
-    return Session(Objects(objects), process.current(), checkpoints, snapshot_every, copies)
+    kept = Objects(objects, snapshots=snapshots)
+    return Session(kept, process.current(), checkpoints, snapshot_every, copies)
 
 
 _said: set[int] = set()

@@ -46,6 +46,7 @@ class Objects:
 
     Args:
         given: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
+        snapshots: keep each rank's state in snapshots, also if nothing here asks for it.
 
     Raises:
         TypeError: an object has neither.
@@ -53,11 +54,12 @@ class Objects:
 
     Attributes:
         is_sharded: a part of the state is on one rank only.
-        ranks_differ: what is not sharded may also be another on each rank, as with the memory of a communication hook.
+        ranks_differ: what is not sharded may be another on each rank, too, as the memory of a communication hook is; or no rank has all of it
+            in the midst of a step.
         keeps_snapshots: so each rank's state is kept in snapshots.
     """
 
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, given: Sequence[Any], *, snapshots: bool = False) -> None:
         given = list(with_averagers(map(_unwrapped, given)))
         for each in given:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
@@ -91,7 +93,9 @@ class Objects:
         self._tensors = *self._parameters, *buffers
         sharded = map(torch_private.is_sharded, (*self._tensors, *self.others))
         self.is_sharded = any(sharded)
-        self.ranks_differ = any(isinstance(each, HookState | AveragerState) for each in self.others)
+        # LBFGS changes parameters and calls the closure, which communicates, in turn.
+        kinds = HookState | AveragerState | torch.optim.LBFGS
+        self.ranks_differ = snapshots or any(isinstance(each, kinds) for each in self.others)
         self.keeps_snapshots = self.is_sharded or self.ranks_differ
         self.has_zero = any(
             torch_private.local_optimizer(each) is not each for each in self.optimizers
