@@ -813,33 +813,6 @@ def test_what_a_loop_of_ones_own_draws_before_a_step_comes_again(tmp_path: Path)
     assert_same_end(ends, calm)
 
 
-@pytest.mark.parametrize("name", ["PowerSGDState", "PostLocalSGDState"])
-def test_hooks_with_state_are_refused(tmp_path: Path, name: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        f"""
-from rallypoint import elastic
-import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, post_localSGD_hook
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-net = DistributedDataParallel(torch.nn.Linear(4, 4))
-if "{name}" == "PowerSGDState":
-    net.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-else:
-    state = post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, 2)
-    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-elastic.session(net, torch.optim.SGD(net.parameters(), lr=0.1))
-"""
-    )
-    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "1", str(script)]
-    done = run(words, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert f"a communication hook with a {name} cannot be kept" in " ".join(done.stderr.split())
-
-
 # Steps in which no optimizer steps.
 SKIPS = """
 import sys

@@ -46,10 +46,10 @@ def trained(
 
 
 def assert_survived(
-    tmp_path: Path, workers: int, kind: str, faults: list[Fault], redone: int = 4
+    tmp_path: Path, workers: int, kind: str, faults: list[Fault], redone: int = 4, every: int = 4
 ) -> None:
     _, calm = trained(tmp_path / "calm", workers, kind, [])
-    said, ends = trained(tmp_path / "hurt", workers, kind, faults)
+    said, ends = trained(tmp_path / "hurt", workers, kind, faults, every)
     assert said.count("takes its place, the others keep theirs") == len(faults)
     for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
         for what in ("steps", "bits", "random", "rate", "score"):
@@ -238,6 +238,22 @@ FEW = [(2, 1, "forward"), (5, 0, "backward"), (9, 1, "after"), (13, 0, "between"
 )
 def test_other_kinds_of_sharded_state_survive(tmp_path: Path, workers: int, kind: str) -> None:
     assert_survived(tmp_path, workers, kind, FEW)
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "faults"),
+    [
+        # Back to the first step, from one in which DDP's buckets have another layout.
+        ("zero", 4, [(1, 1, "backward"), (6, 0, "forward")]),
+        ("zero static", 4, [(2, 1, "backward"), (3, 0, "after")]),
+        # Back to the second one, which has the first layout with a static graph.
+        ("zero static", 1, [(1, 1, "after"), (2, 0, "backward"), (4, 2, "backward")]),
+    ],
+)
+def test_a_step_from_before_ddp_had_its_layout_is_rounded_as_it_was(
+    tmp_path: Path, kind: str, every: int, faults: list[Fault]
+) -> None:
+    assert_survived(tmp_path, 3, kind, faults, every=every)
 
 
 OWN_LOOP = """

@@ -115,7 +115,7 @@ def test_who_lacks_a_snapshot_gets_its_own_copy_or_that_of_another_replica() -> 
     assert found.fetches == (Fetch(4, 0, 0), Fetch(5, 1, 5), Fetch(6, 0, 0), Fetch(7, 1, 1))
     for each in ranks:
         object.__setattr__(each, "replica", 0)
-    with pytest.raises(ElasticError, match="no snapshot of the sharded state is whole"):
+    with pytest.raises(ElasticError, match="no snapshot of the state is whole"):
         judge(ranks)
 
 

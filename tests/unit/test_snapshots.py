@@ -222,6 +222,53 @@ def test_state_comes_back_bit_by_bit_into_the_same_objects(fd: int) -> None:
     snapshots.close()
 
 
+class Assigns(torch.nn.Module):
+    """Its forward pass assigns buffers anew: part of its input, and a tensor of another shape each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("sums", torch.zeros(0))
+        self.register_buffer("last", None)
+        self.seen: torch.Tensor
+        self.sums: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x
+        self.sums = torch.cat([self.sums, x.sum().view(1)])
+        self.last = self.sums[-1:].clone()
+        if len(self.sums) > 2 and "late" not in dict(self.named_buffers()):
+            self.register_buffer("late", torch.ones(1))
+        return self.weight * x
+
+
+def test_buffers_that_were_assigned_anew_come_back_as_they_were(fd: int) -> None:
+    net, batches = Assigns(), [torch.full((2,), float(number)) for number in range(5)]
+    snapshots = Snapshots(Objects([net]), fd, 1)
+    net(batches[1])
+    snapshots.take(own_state(1), 0)
+    expected = copy.deepcopy(net.state_dict())
+    net(batches[2])
+    snapshots.take(own_state(2), 0)
+    newer = copy.deepcopy(net.state_dict())
+    net(batches[3])
+    snapshots.restore(Held(2, 2))
+    assert net.seen is batches[2] and str(net.state_dict()) == str(newer)
+    net(batches[4])
+    snapshots.restore(Held(1, 1))
+    assert str(net.state_dict()) == str(expected)
+    assert [each.tolist() for each in batches] == [[number, number] for number in range(5)]
+    # In another process, which has those of its set-up.
+    fresh = Assigns()
+    other = Snapshots(Objects([fresh]), fd, 1)
+    other.restore(Held(1, 1))
+    assert str(fresh.state_dict()) == str(expected)
+    assert snapshots.held() == (Held(1, 1),)
+    snapshots.close()
+    other.close()
+
+
 def test_kinds_of_tensors_survive(fd: int) -> None:
     class Holder:
         def __init__(self) -> None:

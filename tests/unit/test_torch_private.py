@@ -43,8 +43,9 @@ import torch.library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Joinable, _JoinConfig
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -57,6 +58,7 @@ from rallypoint._core import tested_torch
 from rallypoint.compat import torch_private as of_compat
 from rallypoint.elastic import torch_private as of_elastic
 from rallypoint.elastic.loops import samples
+from rallypoint.elastic.state.hook_states import HookState
 from rallypoint.elastic.state.objects import Objects
 from rallypoint.errors import ElasticError
 from rallypoint.join import torch_private as of_join
@@ -67,7 +69,7 @@ from rallypoint.rpc import torch_private as of_rpc
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch announces that its functional optimizers will go
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 DDP = DistributedDataParallel
 ENGINE = torch.autograd.Variable._execution_engine
@@ -752,6 +754,17 @@ def test_a_reducer_with_a_static_graph_begins_anew(ddp: Any) -> None:
     assert of_elastic.broadcast_from(2).rootRank == 2
 
 
+def test_a_reducer_goes_back_to_its_first_layout(ddp: Any) -> None:
+    net = DistributedDataParallel(torch.nn.Linear(2, 2))
+    parts = of_elastic.parts_of_reducer(net)
+    for _ in range(2):
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+        assert of_elastic.layout_of_buckets(net) is not None
+        of_elastic.renew_reducer(net, parts)
+        assert of_elastic.layout_of_buckets(net) is None
+
+
 def test_private_attributes_of_meshes_that_sessions_use(ddp: Any) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))
     assert any(each is mesh for each in of_elastic.meshes())
@@ -893,9 +906,41 @@ def test_a_function_may_be_kept_from_the_compiler() -> None:
 
 
 def test_hooks_of_ddp_with_state_are_known(ddp: DistributedDataParallel) -> None:
-    assert of_elastic.stateful_hook(ddp) == ""
-    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    assert of_elastic.stateful_hook(ddp) == "PowerSGDState"
+    assert of_elastic.states_of_hooks(ddp) == []
+    state = powerSGD_hook.PowerSGDState(None)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    assert of_elastic.states_of_hooks(ddp) == [state]
+    names = of_elastic.COUNTS_OF_HOOKS, of_elastic.MEMORY_OF_HOOKS, of_elastic.GENERATORS_OF_HOOKS
+    assert all(hasattr(state, name) for name in chain(*names))
+    local = post_localSGD_hook.PostLocalSGDState(None, None, 1)
+    assert [name for name in chain(*names) if hasattr(local, name)] == ["iter"]
+    # The rest is what the script has set.
+    settings = {
+        *("process_group", "matrix_approximation_rank", "start_powerSGD_iter", "warm_start"),
+        *("min_compression_rate", "orthogonalization_epsilon", "use_error_feedback"),
+        *("batch_tensors_with_same_shape", "compression_stats_logging_frequency"),
+    }
+    assert set(state.__slots__) == {*chain(*names), *settings}
+
+
+def test_averages_of_models_are_known(ddp: DistributedDataParallel) -> None:
+    averager = PeriodicModelAverager(period=2)
+    inner = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = PostLocalSGDOptimizer(inner, averager)
+    assert of_elastic.averager_of(averager) is of_elastic.averager_of(optimizer) is averager
+    assert of_elastic.averager_of(inner) is None and of_elastic.averager_of(ddp) is None
+    assert optimizer.optim is inner and vars(averager).keys() >= {"step", "period"}
+
+
+def test_the_state_of_a_hook_goes_on_in_another_one() -> None:
+    first, second = (powerSGD_hook.PowerSGDState(None, random_seed=seed) for seed in (1, 2))
+    first.iter, first.error_dict[3] = 7, torch.ones(4)
+    first.rng.randint(10)
+    memory = second.error_dict
+    saved = HookState(first, torch.device("cpu")).state_dict()
+    HookState(second, torch.device("cpu")).load_state_dict(saved)
+    assert second.iter == 7 and second.error_dict is memory and memory[3].tolist() == [1.0] * 4
+    assert first.rng.randint(1 << 30) == second.rng.randint(1 << 30)
 
 
 @pytest.mark.filterwarnings("ignore")  # fork with threads

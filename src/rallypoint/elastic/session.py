@@ -21,6 +21,7 @@ from . import torch_private
 from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
 from .communication.groups import KeptGroup
+from .late_collectives import LateCollectives
 from .leftover import Leftover
 from .loops import loader_state
 from .loops.course import Course, Doing
@@ -87,6 +88,7 @@ class Session:
             )
         self._objects = objects
         self._leftover = Leftover(objects)
+        self._late = LateCollectives(matters=not objects.keeps_snapshots)
         self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
@@ -352,7 +354,7 @@ class Session:
 
     def _enter(self, kept: KeptProcess) -> None:
         # Whether a lost node takes with it what nobody else has.
-        rank, sharded = dist.get_rank(), self._objects.is_sharded and self._num_copies < 2
+        rank, sharded = dist.get_rank(), self._objects.keeps_snapshots and self._num_copies < 2
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
@@ -392,7 +394,7 @@ class Session:
         meeting.count_anew()
         for each in kept.groups:
             each.before, each.explain = self._before_collective, self._change
-            each.awaits = not self._objects.is_sharded
+            each.awaits = not self._objects.keeps_snapshots
 
     def __exit__(
         self,
@@ -440,7 +442,7 @@ class Session:
         if (kept.nodes > 1 or self._resizes) and self._num_copies > 1:
             rank, size = dist.get_rank(), dist.get_world_size()
             copies = kept.copies = Copies(memory.fd, rank, size, self._num_copies)
-        if objects.is_sharded:
+        if objects.keeps_snapshots:
             snapshots = Snapshots(objects, memory.fd, self._every, copies, kept.groups.check)
             self._keeping = Sharded(objects, course, snapshots, self._catch_up)
         else:
@@ -531,6 +533,7 @@ class Session:
             self._check_accumulation()
             course.note_complete(is_task=self._is_task)
             self._objects.note_complete()
+            self._late.end_step()
             if self._is_task and meeting is not None and meeting.begun is not None:
                 # Reading all parameters at the beginning of each function would cost too much where one runs in each step.
                 changes = meeting.begun.changes
@@ -553,7 +556,7 @@ class Session:
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
-        course.note_loss(before, is_task=self._is_task, goes_back=self._objects.is_sharded)
+        course.note_loss(before, is_task=self._is_task, goes_back=self._objects.keeps_snapshots)
         self._heed_resize()
         return True
 
@@ -594,6 +597,8 @@ class Session:
             self._memory.progress.begin(group.label)
         if self._in_step:
             self._keeping.note_collective()
+            if self._late.is_watching and not self._is_task and self._has_changed():
+                self._late.tell(operation)
             if operation in torch_private.REDUCE_SCATTERS:
                 self._leftover.note_reduction()
 
@@ -743,7 +748,7 @@ class Session:
                 " loop begins; have the session's loop within: `enumerate(session.batches(loader))` instead of"
                 " `session.batches(enumerate(loader))`"
             )
-        if self._meeting is not None and self._objects.is_sharded and iter(loader) is loader:
+        if self._meeting is not None and self._objects.keeps_snapshots and iter(loader) is loader:
             raise ElasticError(
                 f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss leads back to an earlier"
                 " batch; give a list, a DataLoader, or another object whose iteration begins anew each time"
@@ -802,6 +807,7 @@ def session(
     checkpoint_keep: int = 3,
     snapshot_every: int | None = None,
     copies: int = 2,
+    snapshots: bool = False,
 ) -> Session:
     """Train so that the loss of a process costs the others nothing.
 
@@ -829,11 +835,14 @@ def session(
         checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well, or
             ``rally run`` gets SIGTERM.
         checkpoint_keep: how many complete ones stay.
-        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``), how many steps a
-            loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
+        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``) or ``snapshots``, how many steps
+            a loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
             allows. Replicated state needs none.
         copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
             buffers), its own node among them: so many nodes less one may be lost at once.
+        snapshots: keep each rank's whole state in snapshots, as sharded state is. For steps that communicate behind a change of parameters
+            (sharpness-aware optimizers, two optimizers with a backward pass between them), and ranks whose parameters differ.
+            ``LBFGS``, communication hooks with a state and averages of models need no such word.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:
@@ -848,7 +857,8 @@ def session(
         if checkpoint is None
         else Checkpoints(checkpoint, every=checkpoint_every, keep=checkpoint_keep)
     )
-    return Session(Objects(objects), process.current(), checkpoints, snapshot_every, copies)
+    kept = Objects(objects, snapshots=snapshots)
+    return Session(kept, process.current(), checkpoints, snapshot_every, copies)
 
 
 _said: set[int] = set()

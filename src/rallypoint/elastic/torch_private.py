@@ -271,16 +271,18 @@ def parts_of_reducer(net: Any) -> tuple[Any, ...]:
 
 
 def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
-    """Let a DDP module with a static graph make its first pass once more: its reducer cannot forget half a pass.
+    """Let a DDP module make its first pass once more, with the layout of buckets of then.
 
-    The old reducer takes its hooks on the parameters with it.
+    No reducer goes back to its first layout, and one with a static graph cannot even forget half a pass. The old one takes its hooks on the
+    parameters with it.
 
     Args:
         parts: from :func:`parts_of_reducer`.
     """
     net._ddp_init_helper(*parts, net.static_graph)
-    net.reducer._set_static_graph()
-    net.logger._set_static_graph()
+    if net.static_graph:
+        net.reducer._set_static_graph()
+        net.logger._set_static_graph()
     net._static_graph_delay_allreduce_enqueued = False
     net._has_rebuilt_buckets = False
     module: Any = dist
@@ -322,10 +324,36 @@ def broadcast_from(root: int) -> Any:
     return options
 
 
-def stateful_hook(net: Any) -> str:
-    """The class of a communication hook's state that changes from step to step, of those in torch; empty if there is none."""
-    names = (type(state).__name__ for _, state in net._comm_hooks)
-    return next((name for name in names if name in {"PowerSGDState", "PostLocalSGDState"}), "")
+def states_of_hooks(net: Any) -> list[Any]:
+    """The states of a DDP module's communication hooks that change from step to step, of those in torch."""
+    hooks = "torch.distributed.algorithms.ddp_comm_hooks."
+    kinds = (
+        getattr(sys.modules.get(hooks + "powerSGD_hook"), "PowerSGDState", None),
+        getattr(sys.modules.get(hooks + "post_localSGD_hook"), "PostLocalSGDState", None),
+    )
+    known = tuple(kind for kind in kinds if kind is not None)
+    return [state for _, state in net._comm_hooks if isinstance(state, known)]
+
+
+# What such a state has: counts; tensors by the number of their bucket; generators of numpy.
+COUNTS_OF_HOOKS = (
+    *("iter", "total_numel_before_compression", "total_numel_after_compression"),
+    "next_stats_report",
+)
+MEMORY_OF_HOOKS = ("error_dict", "p_memory_dict", "q_memory_dict")
+GENERATORS_OF_HOOKS = ("rng",)
+
+
+def averager_of(each: Any) -> Any:
+    """The average of models that an object is, or that an optimizer calls in its step; None if there is none."""
+    averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
+    optimizers = sys.modules.get("torch.distributed.optim")
+    kind = getattr(averagers, "ModelAverager", None)
+    if kind is not None and isinstance(each, kind):
+        # One of the script's own may have methods for its state.
+        return None if hasattr(each, "state_dict") else each
+    kind = getattr(optimizers, "PostLocalSGDOptimizer", None)
+    return each.averager if kind is not None and isinstance(each, kind) else None
 
 
 def group_of_ddp(net: Any) -> Any:

@@ -56,10 +56,12 @@ class LocalState:
             rest.append(_emptied(state, tensors, None))
         structure = {
             "in place": in_place,
+            "buffers": self._objects.buffers.told(),
             "rest": rest,
             "groups": self._objects.groups(),
             "gradients": [each is not None for each in self._objects.gradients()],
             "modes": self._objects.modes.told(),
+            "passed": self._objects.passed(),
         }
         return structure, tensors
 
@@ -73,6 +75,8 @@ class LocalState:
         """
         for module in self._objects.modules:
             torch_private.reset_fsdp(module)
+        # A forward pass may have assigned others, of other shapes.
+        self._objects.buffers.take(structure["buffers"])
         own = list(self._objects.local_tensors())
         for each, held in zip(own, tensors[: structure["in place"]], strict=True):
             _fill(each, held)
@@ -90,6 +94,7 @@ class LocalState:
             optimizer_state.load_part(each, _filled(state, tensors, _parameters_of(each)))
         self._objects.set_gradients(structure["gradients"])
         self._objects.modes.take(structure["modes"])
+        self._objects.go_back_to(structure["passed"])
 
 
 def laid_out(

@@ -323,7 +323,7 @@ class Meeting:
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             # That of a rank that is not whole would not count.
-            layouts=self._objects.layouts(settle=self.whole or self._objects.is_sharded),
+            layouts=self._objects.layouts(settle=self.whole or self._objects.keeps_snapshots),
             unused=self._objects.static_graphs.unused(),
             snapshots=self._keeping.held(),
             node=self._kept.node,

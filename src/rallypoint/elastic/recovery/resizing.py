@@ -22,7 +22,7 @@ def prepare(kept: KeptProcess, objects: Objects, on_misfit: Callable[[], None]) 
     Returns:
         How many ranks have the whole state together; None if it needs the number of ranks that there are.
     """
-    if objects.has_zero:
+    if objects.has_zero or objects.ranks_differ:
         return None
     size = kept.groups.find_replicas(objects.split_among(), kept.ranks_of_node, on_misfit)
     if size is None or (size > 1 and not objects.are_replicated()):

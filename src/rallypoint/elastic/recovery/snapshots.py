@@ -10,6 +10,7 @@ import torch.distributed as dist
 from rallypoint._core import clock
 from rallypoint.elastic.loops.own_state import OwnState
 from rallypoint.elastic.replication.copies import Copies
+from rallypoint.elastic.state.buffers import Place
 from rallypoint.elastic.state.objects import Objects
 from rallypoint.elastic.storage.schedule import Held, Schedule
 from rallypoint.elastic.storage.slots import Slots
@@ -40,6 +41,10 @@ class Snapshots:
     ) -> None:
         self._check = check
         self._state = LocalState(objects)
+        self._buffers = objects.buffers
+        # number -> which buffer was where. What a forward pass has put there since may be somebody else's, such as a part of a batch,
+        # and is not to be overwritten.
+        self._placed: dict[int, list[Place]] = {}
         self._slots = Slots(fd)
         self._copies = copies
         # While the last snapshot is being copied, the loss of a node leads back to the one before.
@@ -100,10 +105,11 @@ class Snapshots:
         self._step = (begun - self._steps_since) / steps if steps > 0 else 0.0
         self._steps_since = now
         self._last, self._is_due_at_once = held, False
-        self._scopes = {
-            number: at for number, at in self._scopes.items() if number >= held.number - 1
-        }
+        for number in [each for each in self._scopes if each < held.number - 1]:
+            del self._scopes[number]
+            self._placed.pop(number, None)
         self._scopes[held.number] = self._scope = scope
+        self._placed[held.number] = self._buffers.placed()
         self.copy(())
 
     def _checked(
@@ -183,6 +189,8 @@ class Snapshots:
         head, contents = local_state.taken_apart(self._slots.read(held))
         record = local_state.unpacked(head)
         tensors = local_state.tensors_in(contents, record["sizes"])
+        if held.number in self._placed:
+            self._buffers.put_back(self._placed[held.number])
         self._state.restore(record["structure"], tensors)
         self.ranks = record["ranks"]
         del tensors, contents

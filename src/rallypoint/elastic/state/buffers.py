@@ -18,6 +18,8 @@ from rallypoint.errors import ElasticError
 MAX_BUFFERS = 32 * 1024
 # Bytes of a buffer's digest, by which two ranks compare theirs.
 DIGEST = 8
+# Where a buffer is: the dict of its module, its name there, and the tensor or None.
+Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]
 
 
 class Buffers:
@@ -46,6 +48,19 @@ class Buffers:
         }
         return list(found.values())
 
+    def placed(self) -> list[Place]:
+        """Which one is where, for :meth:`put_back`."""
+        return [(held, name, held[name]) for held, name in self._places()]
+
+    def put_back(self, placed: Sequence[Place]) -> None:
+        """Have the same tensors in the same places as then, whatever is in them. Those that were registered later are dropped."""
+        known = {(id(held), name) for held, name, _ in placed}
+        for held, name in self._places():
+            if (id(held), name) not in known:
+                del held[name]
+        for held, name, before in placed:
+            held[name] = before
+
     # -- one step -----------------------------------------------------------------------------------
 
     def copied(self, data: bytes = b"") -> list[Any]:
@@ -54,8 +69,7 @@ class Buffers:
         Args:
             data: what :meth:`as_bytes` has just returned, which is a copy of them all; empty: there is none.
         """
-        places = [(held, name, held[name]) for held, name in self._places()]
-        buffers = self.now()
+        places, buffers = self.placed(), self.now()
         # Cloning a hundred small tensors takes a third of a millisecond. A module may have its first buffer since.
         is_whole = data and len(data) == sum([each.nbytes for each in buffers])
         if is_whole and all(type(each) is torch.Tensor for each in buffers):

@@ -25,6 +25,7 @@ from rallypoint.errors import ElasticError
 
 from . import optimizer_state
 from .buffers import Buffers
+from .hook_states import AveragerState, HookState, of_hooks, with_averagers
 from .loose_parameters import of_no_module
 from .modes import Flags, Modes
 from .param_groups import Members, add_missing, members
@@ -34,6 +35,8 @@ from .static_graphs import StaticGraphs, Unused
 
 
 _TENSOR = "rallypoint tensor"
+# Which gradients a DDP module reduces together: numbers of parameters.
+Layout = tuple[tuple[int, ...], ...]
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +46,21 @@ class Objects:
 
     Args:
         given: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
+        snapshots: keep each rank's state in snapshots, also if nothing here asks for it.
 
     Raises:
         TypeError: an object has neither.
-        ElasticError: a DDP module has a communication hook with state, or sharded parameters; a module is wrapped by the first FSDP; a
-            parameter or buffer is sparse.
+        ElasticError: a DDP module has sharded parameters; a module is wrapped by the first FSDP; a parameter or buffer is sparse.
+
+    Attributes:
+        is_sharded: a part of the state is on one rank only.
+        ranks_differ: what is not sharded may be another on each rank, too, as the memory of a communication hook is; or no rank has all of it
+            in the midst of a step.
+        keeps_snapshots: so each rank's state is kept in snapshots.
     """
 
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, given: Sequence[Any], *, snapshots: bool = False) -> None:
+        given = list(with_averagers(map(_unwrapped, given)))
         for each in given:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(
@@ -62,7 +72,6 @@ class Objects:
                 _check_layouts(each)
                 # A forward pass before the session may have left whole parameters in the place of shards.
                 torch_private.reset_fsdp(each)
-        given = [_unwrapped(each) for each in given]
         self.optimizers = [each for each in given if isinstance(each, torch.optim.Optimizer)]
         modules = [each for each in given if isinstance(each, nn.Module)]
         given = self.given = (*given, *of_no_module(self.optimizers, modules))
@@ -74,6 +83,7 @@ class Objects:
         self.others = [
             *(each for each in given if not isinstance(each, nn.Module)),
             *(ExtraState(each) for each in submodules if ExtraState.is_in(each)),
+            *of_hooks(self.ddp),
         ]
         self._parameters = [
             parameter for module in self.modules for parameter in module.parameters()
@@ -83,6 +93,10 @@ class Objects:
         self._tensors = *self._parameters, *buffers
         sharded = map(torch_private.is_sharded, (*self._tensors, *self.others))
         self.is_sharded = any(sharded)
+        # LBFGS changes parameters and calls the closure, which communicates, in turn.
+        kinds = HookState | AveragerState | torch.optim.LBFGS
+        self.ranks_differ = snapshots or any(isinstance(each, kinds) for each in self.others)
+        self.keeps_snapshots = self.is_sharded or self.ranks_differ
         self.has_zero = any(
             torch_private.local_optimizer(each) is not each for each in self.optimizers
         )
@@ -94,8 +108,17 @@ class Objects:
         self._new_at = {net: self._age(net) for net in self.ddp}
         # Layouts that were settled here. DDP changes none, but tells the first one that it had, and none with sparse gradients before
         # it has had some.
-        self._settled: dict[DistributedDataParallel, tuple[tuple[int, ...], ...]] = {}
+        self._settled: dict[DistributedDataParallel, Layout] = {}
         self.static_graphs = StaticGraphs(self.ddp)
+        self._made_of = {net: torch_private.parts_of_reducer(net) for net in self.ddp}
+        # How many passes each had made before the next step, up to those that DDP makes before it settles the layout. (All processes
+        # make those of the set-up.)
+        self._passes = {
+            net: self._passes_to_layout(net) if _has_gradients(net) else 0 for net in self.ddp
+        }
+        self._goes_back: dict[DistributedDataParallel, int] = {}  # to so many, once all have met
+        # Layouts to be settled behind the next pass.
+        self._coming: dict[DistributedDataParallel, Layout] = {}
 
     def split_among(self) -> list[KeptGroup]:
         """The groups among whose members parameters or buffers are sharded."""
@@ -226,7 +249,7 @@ class Objects:
 
     # -- DDP ------------------------------------------------------------------------------------------
 
-    def layouts(self, *, settle: bool = False) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
+    def layouts(self, *, settle: bool = False) -> tuple[Layout | None, ...]:
         """Of each DDP module: which gradients it reduces together.
 
         Args:
@@ -244,10 +267,11 @@ class Objects:
             found.append(layout)
         return tuple(found)
 
-    def _layout_of(self, net: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
+    def _layout_of(self, net: DistributedDataParallel) -> Layout | None:
         """None also where nobody can tell it; if no rank can, all settle it once more."""
-        if net in self._settled:
-            return self._settled[net]
+        for known in (self._settled, self._coming):
+            if net in known:
+                return known[net]
         with contextlib.suppress(RuntimeError):
             layout = torch_private.layout_of_buckets(net)
             return None if layout is None else tuple(map(tuple, layout))
@@ -285,16 +309,50 @@ class Objects:
     def note_complete(self) -> None:
         """A step is complete."""
         self.modes.note_complete()
-        for net in self.static_graphs.note_complete():
+        learned = self.static_graphs.note_complete()
+        for net in self.ddp if self.keeps_snapshots else ():
+            is_early = self._passes[net] < self._passes_to_layout(net)
+            if is_early and (net in learned or self._has_stepped(net)):
+                self._passes[net] += 1
+        for net in learned:
             # DDP settles its layout after one pass more.
             self._new_at[net] = self._age(net)
+            if (layout := self._coming.pop(net, None)) is not None:
+                self._settle(net, layout)
+
+    def _passes_to_layout(self, net: DistributedDataParallel) -> int:
+        """How many passes a module makes before it settles its layout: in the first one with a static graph it only counts."""
+        return 2 if torch_private.is_static(net) else 1
+
+    def passed(self) -> list[int]:
+        """How many passes each DDP module had made before the next step; those behind its first layout do not count.
+
+        It is counted for snapshots only.
+        """
+        return [self._passes[net] for net in self.ddp]
+
+    def go_back_to(self, passed: Sequence[int]) -> None:
+        """All ranks go back to a snapshot, and this is what :meth:`passed` told then.
+
+        A later pass may have settled the layout, but the next one comes before that: see :meth:`restore_layouts`.
+        """
+        self._passes = dict(zip(self.ddp, passed, strict=True))
+        self._goes_back = dict(self._passes)
+
+    def _forget_passes(self, net: DistributedDataParallel) -> None:
+        """Let a module begin with the layout of a new one, as those of all other ranks do."""
+        torch_private.renew_reducer(net, self._made_of[net])
+        self.static_graphs.forget(net)
 
     def restore_layouts(
         self,
-        layouts: Sequence[tuple[tuple[int, ...], ...] | None],
+        layouts: Sequence[Layout | None],
         known: Sequence[tuple[int, Unused]] | None = None,
     ) -> None:
         """Make each DDP module ready for a first pass, with this layout.
+
+        One that was led back to a pass before it had a layout (:meth:`go_back_to`) begins as a new one. With a static graph, that may
+        have been its second pass: such a pass reduces the same in the same order as a first one, and then comes the layout.
 
         DDP has no way to set a layout. But it settles one by asking rank 0 for it, so it is told this one.
 
@@ -303,17 +361,28 @@ class Objects:
             known: what each rank knows of static graphs (:class:`.StaticGraphs`); None: as before.
         """
         for net, layout in zip(self.ddp, layouts, strict=True):
-            torch_private.reset_reducer(net)
-            self.static_graphs.prepare(net, known, has_layout=layout is not None)
-            self._new_at[net] = self._age(net)
             self._settled.pop(net, None)
-            if layout is None:
-                continue
-            self._settled[net] = layout
-            indices = [index for bucket in layout for index in bucket]
-            script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
-            with self._answered(net, script):
-                torch_private.settle_buckets(net)
+            self._coming.pop(net, None)
+            passes = self._goes_back.get(net, self._passes_to_layout(net))
+            is_early = passes < self._passes_to_layout(net)
+            if passes == 0 or (is_early and layout is not None):
+                self._forget_passes(net)
+                if passes and layout is not None:
+                    self._coming[net] = layout
+            else:
+                torch_private.reset_reducer(net)
+                self.static_graphs.prepare(net, known, has_layout=layout is not None)
+                if layout is not None:
+                    self._settle(net, layout)
+            self._new_at[net] = self._age(net)
+        self._goes_back = {}
+
+    def _settle(self, net: DistributedDataParallel, layout: Layout) -> None:
+        self._settled[net] = layout
+        indices = [index for bucket in layout for index in bucket]
+        script = Scripted([[*indices, len(layout)], [len(bucket) for bucket in layout]])
+        with self._answered(net, script):
+            torch_private.settle_buckets(net)
 
     # -- from one rank to another -----------------------------------------------------------------
 
@@ -515,13 +584,6 @@ def _check_wrappers(given: Any) -> None:
                 "elastic.session: FullyShardedDataParallel cannot be kept: its parameters are parts of flat tensors that only it can read."
                 " Use torch.distributed.fsdp.fully_shard"
             )
-        if isinstance(part, DistributedDataParallel) and (
-            name := torch_private.stateful_hook(part)
-        ):
-            raise ElasticError(
-                f"elastic.session: a communication hook with a {name} cannot be kept: it has errors and counts of its own on each"
-                " rank, which are lost with a process. Use a hook without state, such as bf16_compress_hook"
-            )
         if isinstance(part, DistributedDataParallel) and any(
             map(torch_private.is_localized, part.parameters())
         ):
@@ -530,6 +592,10 @@ def _check_wrappers(given: Any) -> None:
                 " out of the model in its first forward pass. Give the model to fully_shard, or to"
                 " torch.distributed._composable.replicate_with_fsdp.replicate, with the mesh of the replicas"
             )
+
+
+def _has_gradients(net: nn.Module) -> bool:
+    return any(each.grad is not None for each in net.parameters())
 
 
 def _versions(net: nn.Module) -> int:

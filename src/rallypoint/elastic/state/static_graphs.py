@@ -51,6 +51,11 @@ class StaticGraphs:
         """A step is complete: what was learned in it stays. Returns the modules whose first pass was in it."""
         return [net for net, each in self._graphs.items() if each.note_complete()]
 
+    def forget(self, net: DistributedDataParallel) -> None:
+        """All ranks are back where a module has made no pass."""
+        if net in self._graphs:
+            self._graphs[net].forget()
+
     def prepare(
         self,
         net: DistributedDataParallel,
@@ -122,6 +127,12 @@ class StaticGraph:
         self._learns = knows is not None and None in members
         self._root = knows or 0
         self._given = members[self._root]
+
+    def forget(self) -> None:
+        """No rank knows anything of it. The reducer is new."""
+        self._is_known = self._has_run = self._learns = False
+        self._map = self._given = None
+        self._root = self._broadcasts = 0
 
     def prepare(self, *, has_layout: bool) -> None:
         """A pass did not count. If it was the first one, the next one is."""

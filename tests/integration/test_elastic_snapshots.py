@@ -1,0 +1,187 @@
+"""Sessions that keep each rank's whole state in snapshots, as their steps or ranks need it: the end is that without a loss."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisors import run
+
+
+pytestmark = pytest.mark.integration
+
+RANKS = 3
+SCRIPT = """
+import json, os, pathlib, signal, sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+FOLDER, KIND, FAULTS = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+
+def fault(where):
+    for number, given in enumerate(FAULTS):
+        if given != [session.position, rank, where]:
+            continue
+        try:
+            (FOLDER / f"fault {number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def average(tensors):
+    for each in tensors:
+        dist.all_reduce(each)  # the place
+        each /= dist.get_world_size()
+
+def net_of():
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16))
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if KIND == "apart":
+    torch.manual_seed(rank)
+is_static = KIND == "static"
+nets = [net_of() for _ in range(2 if "two" in sys.argv else 1)]
+if KIND != "apart" and "late" not in sys.argv:
+    nets = [DDP(each, bucket_cap_mb=0.001, static_graph=is_static) for each in nets]
+make = (lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3)) if KIND == "lbfgs" else torch.optim.AdamW
+optimizers = [make(each.parameters()) for each in nets]
+torch.manual_seed(100 + rank)
+data = [torch.randn(8, 16, generator=torch.Generator().manual_seed(each)) for each in range(6)]
+
+def loss_of(net, x):
+    return net(x + rank).sub(torch.rand(1)).square().mean()
+
+def lbfgs(x):
+    def closure():
+        optimizers[0].zero_grad()
+        loss = loss_of(nets[0], x)
+        loss.backward()
+        fault("within")
+        return loss
+    optimizers[0].step(closure)
+
+def sharp(x):
+    parameters = list(nets[0].parameters())
+    loss_of(nets[0], x).backward()
+    with torch.no_grad():
+        before = [each.clone() for each in parameters]
+        for each in parameters:
+            each += 0.05 * each.grad / each.grad.norm()
+    optimizers[0].zero_grad()
+    fault("within")
+    loss_of(nets[0], x).backward()
+    with torch.no_grad():
+        for each, held in zip(parameters, before):
+            each.copy_(held)
+    optimizers[0].step()
+
+def two(x):
+    for number, optimizer in enumerate(optimizers):
+        loss = loss_of(nets[0], x) if number else nets[1](nets[0](x).detach()).square().mean()
+        loss.backward()
+        fault("within" if number else "begin")
+        optimizer.step()
+
+def apart(x):
+    loss_of(nets[0], x).backward()
+    if session.position % 3 == 1:
+        average([each.grad for each in nets[0].parameters()])
+    fault("within")
+    optimizers[0].step()
+
+def late(x):
+    loss_of(nets[0], x).backward()
+    optimizers[0].step()
+    fault("within")
+    average([each.data for each in nets[0].parameters()])
+
+def plain(x):
+    loss_of(nets[0], x).backward()
+    fault("within")
+    optimizers[0].step()
+
+step = globals().get(KIND, plain)
+wants = {} if KIND in ("lbfgs", "default") else {"snapshots": True}
+if KIND == "default":
+    step = globals()[sys.argv[4]]
+with elastic.session(*nets, *optimizers, snapshot_every=3, **wants) as session:
+    for epoch in session.epochs(2):
+        for x in session.batches(data):
+            with session.step():
+                step(x)
+                fault("behind")
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+    end = [each.flatten().tolist() for net in nets for each in net.parameters()]
+    end += [torch.rand(1).item(), session.position]
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
+dist.destroy_process_group()
+"""
+
+
+def started(
+    folder: Path, kind: str, faults: list[Any], *more: str
+) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    words = [sys.executable, "-W", "ignore", "-m", "rallypoint", "run", "--nproc-per-node"]
+    words += [str(RANKS), "--preload", "torch._dynamo", str(path), str(folder), kind]
+    return run([*words, json.dumps(faults), *more], capture_output=True, text=True, timeout=90)
+
+
+def trained(folder: Path, kind: str, faults: list[Any]) -> list[Any]:
+    done = started(folder, kind, faults)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("takes its place, the others keep theirs") == len(faults), done.stderr
+    assert "behind a change" not in done.stderr
+    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", ["lbfgs", "sharp", "two", "apart", "late", "static"])
+def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kind: str) -> None:
+    draws = random.Random(kind)
+    steps = [1, draws.randrange(2, 6), draws.randrange(6, 12)]
+    faults = [[step, draws.randrange(RANKS), "within"] for step in steps]
+    faults[2][2] = draws.choice(["within", "behind"])
+    calm = trained(tmp_path / "calm", kind, [])
+    assert trained(tmp_path / "hurt", kind, faults) == calm
+    if kind == "apart":
+        assert calm[0][0] != calm[1][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        # DDP settles its buckets in the second forward pass.
+        ("sharp", "return net(x + rank)"),
+        ("late", "dist.all_reduce(each)  # the place"),
+        ("two", 'loss.backward()\n        fault("within" if'),
+        ("plain", ""),
+    ],
+)
+def test_a_step_that_needs_snapshots_is_named_before_a_loss(
+    tmp_path: Path, kind: str, place: str
+) -> None:
+    done = started(tmp_path / "job", "default", [], kind)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "behind a change of parameters" in line]
+    if not place:
+        assert not lines
+        return
+    (line,) = lines
+    number = SCRIPT[: SCRIPT.index(place)].count("\n") + 1
+    assert f"train.py:{number} communicates (" in line
+    assert "snapshots=True), or make two steps of it" in line
