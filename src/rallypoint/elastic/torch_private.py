@@ -118,7 +118,8 @@ IN_PLACE = frozenset(
         MONITORED_BARRIER,
     }
 )
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
+SEND = "send"
+POINT_TO_POINT = (SEND, "recv", "recv_anysource")
 END_COALESCING = "_end_coalescing"
 # A group's other methods, and what they return where it has no connections.
 PASSED_ON = {

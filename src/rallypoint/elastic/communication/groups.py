@@ -86,7 +86,7 @@ class KeptGroup(dist.ProcessGroup):
         self._nccl: Communicator | None = None
         self._wiring: Wiring | None = None
         self.awaits = False
-        self._stream = Stream(name, self._check, self._abort)
+        self._stream = Stream()
         self.answerer: Answerer | None = None
         self.observer: Observer | None = None
         self.before: Callable[[KeptGroup, str], None] | None = None
@@ -212,10 +212,10 @@ class KeptGroup(dist.ProcessGroup):
                 raise
             raise changed from error
         if self._is_on_gpu(operation, (*args, *kwargs.values())):
-            work = self._on_stream(work)
+            work = self._on_stream(work, brings=operation != torch_private.SEND)
         elif (
-            self._lives is not None
-            and work is not None
+            work is not None
+            and self._lives is not None
             and (operation != torch_private.MONITORED_BARRIER)
         ):
             if operation in torch_private.POINT_TO_POINT:
@@ -234,16 +234,20 @@ class KeptGroup(dist.ProcessGroup):
             return device is None or device.type == "cuda"
         return any(tensor.is_cuda for tensor in flat(args))
 
-    def _on_stream(self, work: dist.Work | None) -> dist.Work | None:
-        """Without work, the collective is in the current stream already."""
-        if not self.awaits:
+    def _on_stream(self, work: dist.Work | None, *, brings: bool = True) -> dist.Work | None:
+        """What is returned for NCCL's work. Without one, the operation is in the current stream already.
+
+        Args:
+            brings: anything to this rank.
+        """
+        if not (self.awaits and brings):
             return None if work is None else StreamWork(work, self._refuse_after_loss)
         if torch.cuda.is_current_stream_capturing():
             raise ElasticError(
                 f"elastic.session: a collective of group {self.kept_name!r} in a CUDA graph cannot be kept: the graph would go on using"
                 " connections that a loss ends. Leave collectives out of graphs"
             )
-        is_later = self._stream.settle_behind_backward(self._timeout)
+        is_later = self._stream.call_behind_backward(lambda: self._settle(None))
         if work is not None:
             return StreamWork(work, None if is_later else self._settle)
         if not is_later:
@@ -251,7 +255,20 @@ class KeptGroup(dist.ProcessGroup):
         return None
 
     def _settle(self, timeout: timedelta | None) -> None:
-        self._stream.settle(timeout or self._timeout)
+        """Wait until everything that was given to the GPU so far is done, and right.
+
+        Raises:
+            MembershipChanged: a member is lost, in a session.
+            RuntimeError: it takes longer than ``timeout``, or than the group's.
+        """
+        seconds = (timeout or self._timeout).total_seconds()
+        is_in_time = self._stream.wait(seconds, self._abort)
+        self._check()
+        if not is_in_time:
+            raise RuntimeError(
+                f"NCCL: timed out waiting for a collective of group {self.kept_name!r} to end, for {seconds:g} s;"
+                " a longer time is init_process_group(timeout=…)"
+            )
 
     def _refuse_after_loss(self, timeout: timedelta | None) -> None:
         self._check()

@@ -82,49 +82,39 @@ class StreamWork(dist.Work):
 
 
 class Stream:
-    """Waits for the GPU, on behalf of one group.
-
-    Args:
-        name: of the group, for errors.
-        check: raises what a collective raises after a loss.
-        abort: ends everything that waits for the other members.
-    """
+    """Waits for the GPU, on behalf of one group."""
 
     _alarm = Alarm()
 
-    def __init__(self, name: str, check: Callable[[], None], abort: Callable[[], None]) -> None:
-        self._name, self._check, self._abort = name, check, abort
-        self._passes: int | None = None  # the backward pass behind which it will wait
+    def __init__(self) -> None:
+        self._pass: int | None = None  # the last backward pass behind which something is called
 
-    def settle_behind_backward(self, timeout: timedelta) -> bool:
-        """In a backward pass: wait behind it, before the script goes on. Returns False outside of one."""
+    def call_behind_backward(self, function: Callable[[], None]) -> bool:
+        """In a backward pass: call a function behind it, before the script goes on. Returns False outside of one.
+
+        Called again in the same pass, it does nothing.
+        """
         number = torch_private.backward_under_way()
         if number is None:
             return False
-        if number != self._passes:
-            self._passes = number
+        if number != self._pass:
+            self._pass = number
             # DDP hangs its own end behind the pass when the last of its collectives has begun: go behind that, too.
-            torch_private.call_behind_backward(
-                lambda: torch_private.call_behind_backward(lambda: self.settle(timeout))
-            )
+            torch_private.call_behind_backward(lambda: torch_private.call_behind_backward(function))
         return True
 
-    def settle(self, timeout: timedelta) -> None:
+    def wait(self, seconds: float, abort: Callable[[], None]) -> bool:
         """Wait until the current stream has done all that was given to it.
 
-        Raises:
-            MembershipChanged: a member is lost, in a session.
-            RuntimeError: it takes longer than ``timeout``.
+        Args:
+            seconds: at most.
+            abort: ends, then, everything in it that waits for other members.
+        Returns:
+            Whether it ended in time.
         """
-        seconds = timeout.total_seconds()
-        self._alarm.set(seconds, self._abort)
+        self._alarm.set(seconds, abort)
         try:
             torch.cuda.current_stream().synchronize()
         finally:
             has_rung = self._alarm.stop()
-        self._check()
-        if has_rung:
-            raise RuntimeError(
-                f"NCCL: timed out waiting for a collective of group {self._name!r} to end, for {seconds:g} s;"
-                " a longer time is init_process_group(timeout=…)"
-            )
+        return not has_rung
