@@ -87,6 +87,7 @@ class Checkpoints:
         self._board: Board | None = None
         self._new_board: Callable[[], Board] | None = None
         self._copy = HostCopy()
+        self._check: Callable[[], None] = lambda: None
         self._newest = 0  # the step of the newest one that was due, or loaded
         self._due = -1  # the step of the newest one that was due
         self._posted: list[str] = []
@@ -102,6 +103,7 @@ class Checkpoints:
         rank: int,
         size: int,
         new_board: Callable[[], Board] | None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Once the session begins.
 
@@ -110,7 +112,9 @@ class Checkpoints:
             rank: of this process.
             size: how many ranks there are.
             new_board: makes a board to the other ranks; None if there are none.
+            check: raises RuntimeError if what the GPU holds is not right, as a member was lost while it computed.
         """
+        self._check = check
         self._state = State(objects)
         self._is_sharded = size > 1 and bool(self._state.owners())
         self._rank, self._size = rank, size
@@ -273,6 +277,13 @@ class Checkpoints:
                 )
             return
         self._copy.take(self._state.now())
+        try:
+            self._check()
+        except RuntimeError as error:
+            _log.debug("the checkpoint of step %d is left out: %s", step, error)
+            if self._rank != 0:
+                self._post(_part_key(key, self._rank), b'{"problem": "a rank was lost"}')
+            return
         write = self._write if self._rank == 0 else self._write_part
         self._thread = threading.Thread(
             target=write, args=(own, key), name="rally-checkpoint", daemon=True
