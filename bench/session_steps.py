@@ -29,6 +29,7 @@ from turns import FIRST, SECOND, Turns, compare, mean, median_error, take
 WORKERS = 2
 STEPS = 5  # of a turn
 PART = 500  # turns for which there is one line of progress
+FEWEST = 40
 GIVE_UP = 120.0
 # How much more a step in a session may take.
 ALLOWED = {"ddp": 0.01, "fsdp2": 0.02}
@@ -172,6 +173,10 @@ def main() -> int:
         kind, job, folder, turns = options.worker
         train(kind, int(job), Path(folder), int(turns), gpu=options.gpu)
         return 0
+    if options.turns < FEWEST:
+        parser.error(
+            f"--turns is {options.turns}: expected {FEWEST} or more, as the first are left out"
+        )
     adopt_orphans()
     kinds = [options.kind] if options.kind else sorted(ALLOWED)
     progress = Progress(len(kinds) * -(-options.turns // PART))
