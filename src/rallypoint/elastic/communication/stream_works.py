@@ -17,13 +17,14 @@ import torch.distributed as dist
 from rallypoint.elastic import torch_private
 
 from .communicators import Alarm
+from .works import WrappedWork
 
 
 # Called where results are about to be used; blocks until they are right. Takes a time-out, or None for the group's.
 Settle = Callable[[timedelta | None], None]
 
 
-class StreamWork(dist.Work):
+class StreamWork(WrappedWork):
     """The work of a collective over NCCL, as torch gives it to users, DDP and compiled graphs.
 
     Args:
@@ -35,8 +36,7 @@ class StreamWork(dist.Work):
     """
 
     def __init__(self, inner: dist.Work, settle: Settle | None) -> None:
-        super().__init__()
-        self._inner = inner
+        super().__init__(inner)
         self._settle = settle
         self.observer: Callable[[], None] | None = None
 
@@ -59,26 +59,6 @@ class StreamWork(dist.Work):
 
     def get_future(self) -> Any:
         return self._inner.get_future()
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
-    _source_rank = source_rank
-
-    def get_future_result(self) -> Any:
-        return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 class Stream:

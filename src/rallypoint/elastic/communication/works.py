@@ -55,7 +55,38 @@ class Lives:
             give_up()
 
 
-class KeptWork(dist.Work):
+class WrappedWork(dist.Work):
+    """A backend's work; what waiting for it means is for subclasses to say."""
+
+    def __init__(self, inner: dist.Work) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def source_rank(self) -> int:
+        return self._inner.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future_result(self) -> Any:
+        return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
+
+
+class KeptWork(WrappedWork):
     """The work of a collective, as torch gives it to users, DDP and compiled graphs.
 
     Args:
@@ -65,9 +96,8 @@ class KeptWork(dist.Work):
     """
 
     def __init__(self, inner: dist.Work, lives: Lives, explain: Explain | None = None) -> None:
-        super().__init__()
+        super().__init__(inner)
         self._explain = explain
-        self._inner = inner
         self._lives = lives
         self._future: Any = None
 
@@ -126,29 +156,6 @@ class KeptWork(dist.Work):
         if done is None:
             raise RuntimeError(GIVEN_UP)
         return done.value()
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
-
-    def is_success(self) -> bool:
-        return self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
-    _source_rank = source_rank
-
-    def get_future_result(self) -> Any:
-        return self._inner.get_future_result()  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 class KeptMessage(KeptWork):
