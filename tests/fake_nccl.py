@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rallypoint.elastic import torch_private
 from rallypoint.elastic.communication.communicators import Communicator
-from rallypoint.elastic.communication.groups import KeptGroup
+from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.works import KeptWork
 
 

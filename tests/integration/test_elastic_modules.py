@@ -18,11 +18,13 @@ pytestmark = pytest.mark.integration
 # Steps 0 to 3 and the validation 4, then 5 to 8 and 9, then 10 to 13 and 14.
 SCRIPT = """
 import json, os, pathlib, signal, sys
+from datetime import timedelta
 from rallypoint import elastic
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 FOLDER = pathlib.Path(sys.argv[1])
@@ -150,6 +152,8 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
             optimizers["grown"].add_param_group({"params": list(added), "lr": 0.01})
         for x in session.batches(data):
             with session.step():
+                if session.position == 0:  # as torchtitan does, behind the first step
+                    _set_pg_timeout(timedelta(seconds=2000))
                 x = x + rank
                 loss = sum(net(x).sub(1).square().mean() for net in nets.values())
                 loss = loss * (1 + (temperature - x.mean()).square().sum() / 100)
@@ -176,6 +180,8 @@ with elastic.session(*nets.values(), *optimizers.values(), scheduler) as session
     }
     end["temperature"] = temperature.item()
     end["steps"] = session.position
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    end["timeout"] = backend.options._timeout.total_seconds()
     end["count"] = nets["extra"].module.count
     end["rate"] = scheduler.get_last_lr()[0]
     end["flags"] = [[each.training for each in net.modules()] for net in nets.values()]
@@ -229,6 +235,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     "name",
     [
         "steps",
+        "timeout",
         "rate",
         "flags",
         "trained",

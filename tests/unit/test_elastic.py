@@ -16,7 +16,7 @@ from rallypoint.elastic.communication.connections import watched
 from rallypoint.elastic.loops import rng
 from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.elastic.loops.rng import RandomState
-from rallypoint.elastic.recovery.agreement import Fetch, Standing, judge
+from rallypoint.elastic.recovery.agreement import Fetch, Standing, judge, longest_timeouts
 from rallypoint.elastic.session import Session
 from rallypoint.elastic.state.objects import Objects
 from rallypoint.elastic.state.settings import Settings
@@ -172,8 +172,20 @@ def test_a_layout_that_one_rank_has_settled_is_everybodys() -> None:
 
 
 def test_a_standing_survives_its_way_through_the_store() -> None:
-    told = standing(3, 7, layouts=(((2, 1), (0,)), None))
+    told = standing(
+        3, 7, layouts=(((2, 1), (0,)), None), groups=(("0", (3, 4)),), timeouts=(1800.0,)
+    )
     assert Standing.from_json(json.loads(json.dumps(told.to_json()))) == told
+
+
+def test_a_newcomer_takes_the_longest_timeout_of_each_of_its_groups() -> None:
+    everybody, some = ("0", (0, 1, 2)), ("1", (0, 2))
+    standings = [
+        standing(0, 1, groups=(everybody, some), timeouts=(60.0, 5.0)),
+        standing(1, 1, groups=(everybody,), timeouts=(60.0,)),
+        standing(2, 0, whole=False, groups=(everybody, some), timeouts=(1800.0, 4.0)),
+    ]
+    assert longest_timeouts(standings) == {everybody: 1800.0, some: 5.0}
 
 
 # -- memory -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .communication.groups import KeptGroup
+from .communication.kept_group import KeptGroup
 from .communication.setup_record import alone
 from .loops.rng import RandomState
 from .state.objects import Objects

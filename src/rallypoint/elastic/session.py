@@ -20,7 +20,7 @@ from rallypoint.errors import ElasticError, MembershipChanged
 from . import torch_private
 from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
-from .communication.groups import KeptGroup
+from .communication.kept_group import KeptGroup
 from .late_collectives import LateCollectives
 from .leftover import Leftover
 from .loops import loader_state

@@ -42,6 +42,12 @@ def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
     return options
 
 
+def timeout_of(backend: Any) -> timedelta:
+    """The present time-out of one of Gloo's or NCCL's backends."""
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 def nccl_backend(store: Any, rank: int, size: int, timeout: timedelta, options: Any) -> Any:
     """NCCL's backend of a group.
 

@@ -49,6 +49,12 @@ class Communicator:
     def backend(self) -> Any:
         return self._held[0]
 
+    @property
+    def present(self) -> Any:
+        """The backend, or None after :meth:`abort`."""
+        with self._lock:
+            return self._held[0] if self._held else None
+
     def connect(self, device: torch.device, lives: Lives) -> None:
         """Connect the members now. Otherwise NCCL does so in the first collective, where nothing could interrupt it.
 

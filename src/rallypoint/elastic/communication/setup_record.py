@@ -20,7 +20,7 @@ from rallypoint._core import rank_watch
 from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
-from .groups import KeptGroup
+from .kept_group import KeptGroup
 from .stream_works import StreamWork
 from .works import KeptMessage, done, flat
 

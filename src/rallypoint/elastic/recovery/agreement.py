@@ -26,6 +26,7 @@ class Standing:
         objects: what the session was given, in words; the same on all ranks.
         fingerprint: of its parameters, at the first start; 0 afterwards.
         groups: the groups that can be kept, in the order in which this rank made them: name and members.
+        timeouts: of these groups' collectives, in seconds.
         layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
         snapshots: number and steps of those that it has whole; None if the state is replicated.
         node: the number of its node.
@@ -43,6 +44,7 @@ class Standing:
     objects: str
     fingerprint: int = 0
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    timeouts: tuple[float, ...] = ()
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
     snapshots: tuple[Held, ...] | None = None
     node: int = 0
@@ -76,6 +78,7 @@ class Standing:
                 "unused": unused,
                 "layouts": layouts,
                 "groups": groups,
+                "timeouts": tuple(record["timeouts"]),
                 "snapshots": snapshots,
                 "door": None if door is None else tuple(door),
                 "guests": guests,
@@ -119,6 +122,17 @@ class Verdict:
     snapshot: Held | None = None
     fetches: tuple[Fetch, ...] = ()
     known: tuple[tuple[int, tuple[tuple[int, ...] | None, ...]], ...] = ()
+
+
+def longest_timeouts(
+    standings: Sequence[Standing],
+) -> dict[tuple[str, tuple[int, ...]], float]:
+    """By group, in seconds: a newcomer does not know what the script has changed since its set-up."""
+    longest: dict[tuple[str, tuple[int, ...]], float] = {}
+    for each in standings:
+        for group, timeout in zip(each.groups, each.timeouts, strict=True):
+            longest[group] = max(timeout, longest.get(group, 0.0))
+    return longest
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:

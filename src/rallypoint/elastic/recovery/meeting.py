@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rallypoint._core import clock, raised
 from rallypoint.elastic.communication.connections import Wiring
-from rallypoint.elastic.communication.groups import KeptGroup
+from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.loops.course import Course
 from rallypoint.elastic.replication.copies import Copies
 from rallypoint.elastic.replication.copy_line import Door
@@ -24,7 +24,7 @@ from rallypoint.elastic.worker.link import Notice
 from rallypoint.elastic.worker.process import KeptProcess
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
-from .agreement import Fetch, Standing, Verdict, judge
+from .agreement import Fetch, Standing, Verdict, judge, longest_timeouts
 from .keeping import Begun, Keeping
 
 
@@ -267,6 +267,8 @@ class Meeting:
         # One may have stopped since it introduced itself. Gloo would not wait for it for long, and cannot be interrupted.
         self._count_from(Stage.KNOWN, notice.generation)
         wiring.gather(len(standings), MEETING)
+        if self._is_new:
+            kept.groups.take_timeouts(longest_timeouts(standings))
         kept.groups.connect(wiring)
         formed = clock.MONOTONIC.now()
         verdict = judge(standings)
@@ -322,6 +324,7 @@ class Meeting:
             objects=self._objects.describe(),
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
+            timeouts=tuple(group.timeout.total_seconds() for group in self._kept.groups),
             # That of a rank that is not whole would not count.
             layouts=self._objects.layouts(settle=self.whole or self._objects.keeps_snapshots),
             unused=self._objects.static_graphs.unused(),

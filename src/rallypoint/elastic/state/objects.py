@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.elastic import torch_private
-from rallypoint.elastic.communication.groups import KeptGroup
+from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.setup_record import Scripted, Unchanged, bytes_of
 from rallypoint.errors import ElasticError
 

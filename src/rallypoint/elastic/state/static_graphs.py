@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.elastic import torch_private
-from rallypoint.elastic.communication.groups import KeptGroup
+from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.works import done
 
 
