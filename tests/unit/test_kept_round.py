@@ -63,17 +63,17 @@ RESTARTS = {"last_rank": 1, "facts": {}}
     ],
 )
 def test_who_keeps(why, records, workers, keepers):
-    kept = decide(records, workers)
+    kept, _ = decide(records, workers)
     assert (None if kept is None else kept.keepers) == keepers, why
 
 
 def test_the_workers_meet_in_a_later_meeting_than_any_of_them_knows_of():
-    kept = decide([member(0, replaced=2), NEW, member(2, replaced=3)], [2, 2, 1])
+    kept, _ = decide([member(0, replaced=2), NEW, member(2, replaced=3)], [2, 2, 1])
     assert kept == Kept(keepers=frozenset({0, 2}), replaced=3, port=29500)
 
 
 def test_a_new_node_0_serves_another_store():
-    kept = decide([NEW, member(1), member(2)], [2, 2, 1])
+    kept, _ = decide([NEW, member(1), member(2)], [2, 2, 1])
     assert kept is not None
     assert kept.port == 0
 
@@ -139,7 +139,7 @@ SIX: dict[str, Any] = {"workers": (2, 2, 2), "resizes": True}
     ],
 )
 def test_who_goes_on_in_another_number(why, records, workers, found):
-    kept = decide(records, workers)
+    kept, _ = decide(records, workers)
     if found is None:
         assert kept is None, why
         return
@@ -151,12 +151,34 @@ def test_who_goes_on_in_another_number(why, records, workers, found):
 
 def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():
     told = {"resizes": True, "first": (2, 2, 1, 1)}
-    assert decide(
+    kept, _ = decide(
         [member(0, **told), member(1, origin=1, **told), member(2, origin=3, **told)], [2, 2, 1]
     )
-    assert not decide(
+    assert kept is not None
+    lost, why = decide(
         [member(0, **told), member(1, origin=4, **told), member(2, **told)], [2, 2, 1]
     )
+    assert lost is None
+    assert why.startswith("what newcomers need")
+
+
+@pytest.mark.parametrize(
+    ("records", "workers", "words"),
+    [
+        ([member(0), member(1), member(2)], [2, 2, 1], ""),
+        ([NEW, NEW, NEW], [2, 2, 1], ""),
+        ([RESTARTS, RESTARTS, NEW], [2, 2, 1], ""),
+        ([member(0), RESTARTS, NEW], [2, 2, 1], "node 1 has no workers in the session any more"),
+        ([member(0), NEW, member(2, generation=3)], [2, 2, 1], "of different rounds"),
+        ([member(0, has_state=False), NEW, NEW], [2, 2, 1], "has the session's state"),
+        ([member(0), member(1), NEW], [2, 1, 1], "node 1 has another number of workers"),
+        ([member(0), member(1)], [2, 2], "5 ranks would become 4"),
+        ([member(0), member(1), NEW], [2, 2, 4], "5 ranks would become 8"),
+    ],
+)
+def test_it_is_said_why_nobody_keeps_workers(records, workers, words):
+    _, why = decide(records, workers)
+    assert words in why if words else not why
 
 
 def test_how_many_nodes_it_takes():
@@ -186,7 +208,7 @@ JSON = st.recursive(
     )
 )
 def test_records_that_make_no_sense_keep_nobody_or_are_read_as_numbers(records):
-    kept = decide(records, [1] * len(records))
+    kept, _ = decide(records, [1] * len(records))
     assert kept is None or Kept.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 

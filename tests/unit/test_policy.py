@@ -941,6 +941,18 @@ def test_a_worker_that_fails_while_the_nodes_meet_is_replaced_with_the_lost_ones
     assert (back.state.running, back.state.arriving) == ({0, 1}, {1})
 
 
+def test_a_node_that_could_not_keep_its_workers_is_named_as_the_reason():
+    stopped = policy.decide(0.0, on_three_nodes(), NotKept(1)).state
+    assert stopped.not_replaced == "node 1 could not keep its workers"
+
+
+def test_why_a_round_keeps_nobody_is_what_the_round_says():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    why = "6 ranks would become 4, for which the session must start anew"
+    none = policy.decide(0.1, held, kept_round(keepers=None, is_keeper=False, not_kept=why))
+    assert (none.state.aim, none.state.not_replaced) == (Aim.RESTART, why)
+
+
 @pytest.mark.parametrize(
     ("why", "before", "event"),
     [
@@ -1441,7 +1453,7 @@ class Job:
             held = self.joined[node]
             facts = {} if held is None else {"held": held.to_json()}
             records.append({"last_rank": self.ranks[node], "facts": facts})
-        kept = keep_in_round(records, [2] * len(chosen))
+        kept, _ = keep_in_round(records, [2] * len(chosen))
         self.generation += 1
         for rank, node in enumerate(chosen):
             self.ranks[node] = rank

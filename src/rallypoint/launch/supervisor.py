@@ -605,6 +605,7 @@ class Supervisor:
                             event.kept is not None and bool(event.kept.before),
                             bare,
                             event.node_rank in bare,
+                            event.not_kept,
                         )
                     )
                 case ServeStore():

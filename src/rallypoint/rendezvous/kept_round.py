@@ -22,6 +22,9 @@ from typing import Any, Self
 from . import fields
 
 
+_NO_RECORDS = "what newcomers need to run the script's set-up is lost with the nodes that had it"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """The workers that a node holds.
@@ -140,45 +143,58 @@ def wanted(records: Iterable[Mapping[str, Any]]) -> int:
     return max((len(each.workers) for each in held if each is not None), default=0)
 
 
-def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept | None:
-    """Whether the nodes keep their workers, and who is who from now on.
+def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tuple[Kept | None, str]:
+    """Whether the nodes keep their workers, and who is who from now on; and in words why they do not, if any node holds some.
 
     Args:
         records: of the round's nodes, in the order of their new ranks.
         workers: number of workers of each.
     """
     keepers: dict[int, tuple[int, Held]] = {}
+    without: list[int] = []
     for rank, record in enumerate(records):
         last = record.get("last_rank")
         if not isinstance(last, int):
             continue  # a newcomer
         held = Held.from_json(fields.facts_in(record).get("held"))
         if held is None:
-            return None
-        keepers[rank] = last, held
+            without.append(last)
+        else:
+            keepers[rank] = last, held
+    if not keepers:
+        return None, ""
+    if without:
+        return None, f"node {without[0]} has no workers in the session any more"
     same = {(each.generation, each.workers, each.first) for _, each in keepers.values()}
-    if len(same) != 1 or not any(each.has_state for _, each in keepers.values()):
-        return None
+    if len(same) != 1:
+        return None, "the nodes hold workers of different rounds"
+    if not any(each.has_state for _, each in keepers.values()):
+        return None, "no worker is left that has the session's state"
     ((_, before, first),) = same
     places = {(last, rank) for rank, (last, _) in keepers.items()}
-    if any(not 0 <= last < len(before) or before[last] != workers[rank] for last, rank in places):
-        return None
+    for last, rank in places:
+        if not 0 <= last < len(before) or before[last] != workers[rank]:
+            return None, f"node {last} has another number of workers than before"
     if first and any(not 0 <= each.origin < len(first) for _, each in keepers.values()):
-        return None
+        return None, _NO_RECORDS
     stays = before == tuple(workers) and all(last == rank for last, rank in places)
     if not stays and not all(each.resizes for _, each in keepers.values()):
-        return None
+        return None, (
+            f"{sum(before)} ranks would become {sum(workers)}, for which the session must start anew"
+            if sum(before) != sum(workers)
+            else "the ranks of nodes change, for which the session must start anew"
+        )
     has_store = 0 in keepers and keepers[0][0] == 0
     origins = _origins(keepers, first, workers, stays=stays, has_store=has_store)
     if origins is None:
-        return None
+        return None, _NO_RECORDS
     is_first = stays and not first
     were = (
         ()
         if stays
         else (keepers[rank][0] if rank in keepers else -1 for rank in range(len(records)))
     )
-    return Kept(
+    kept = Kept(
         keepers=frozenset(keepers),
         replaced=max(each.replaced for _, each in keepers.values()),
         port=keepers[0][1].port if has_store else 0,
@@ -188,6 +204,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> Kept
         were=tuple(were),
         bare=frozenset(rank for rank, (_, each) in keepers.items() if not each.has_state),
     )
+    return kept, ""
 
 
 def _origins(

@@ -33,7 +33,7 @@ def make(
     """What everybody is told. Small: every node reads it."""
     facts = [fields.facts_in(records[slot]) for slot in order]
     workers = [fields.number(each.get("workers", 1)) for each in facts]
-    kept = kept_round.decide([records[slot] for slot in order], workers)
+    kept, why_not = kept_round.decide([records[slot] for slot in order], workers)
     # By rank, but first those at whose place a newcomer looks for the store: else it would not find the job.
     standbys = sorted(
         enumerate(order[:NUM_STANDBYS]),
@@ -41,6 +41,7 @@ def make(
     )
     return {
         **({} if kept is None else {"kept": kept.to_json()}),
+        **({"not_kept": why_not} if why_not else {}),
         "by": by,
         "generation": generation,
         "order": list(order),
@@ -72,6 +73,12 @@ def first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """What a plan tells about its rank 0."""
     first = None if plan is None else plan.get("first")
     return first if isinstance(first, dict) else {}
+
+
+def why_not_kept(plan: Mapping[str, Any]) -> str:
+    """Why nodes that held workers start all anew, in words; empty if they do not."""
+    told = plan.get("not_kept", "")
+    return told[: fields.MAX_NAME] if isinstance(told, str) and told.isprintable() else ""
 
 
 def order(plan: Mapping[str, Any]) -> list[int]:

@@ -57,6 +57,7 @@ class RoundReady:
         serves: this node serves the job's store.
         replaced: how many workers of sessions were replaced since then.
         kept: which nodes keep their workers; None: all start anew.
+        not_kept: why all start anew although some held their workers, in words.
         is_keeper: this node is one of them.
         network: variables that tell workers the interface to the other nodes.
         incident: names the round, among all rounds of all jobs.
@@ -72,6 +73,7 @@ class RoundReady:
     serves: bool = False
     replaced: int = 0
     kept: Kept | None = None
+    not_kept: str = ""
     is_keeper: bool = False
     network: Mapping[str, str] = field(default_factory=dict)
     incident: str = ""

@@ -384,6 +384,7 @@ class PeerNodes:
             serves=self._rendezvous.serves,
             replaced=0 if kept is None else kept.replaced,
             kept=kept,
+            not_kept=plans.why_not_kept(plan),
             is_keeper=kept is not None and formed.rank in kept.keepers,
             network=self._network_for(addr),
             incident=self._incident(plan, formed.generation),

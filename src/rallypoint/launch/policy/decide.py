@@ -52,6 +52,7 @@ from .generations import (
     round_formed,
     stop,
     swept,
+    with_reason,
 )
 from .state import Aim, Phase, State, Verdict
 
@@ -86,7 +87,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
                 if not why:
                     return sessions.lose_worker(now, state, index)
                 if index in state.running:
-                    state = sessions.with_reason(state, why)
+                    state = with_reason(state, why)
             return _worker_ended(now, state, index, failed, symptom)
         case SessionEntered(index, sharded, resizes):
             new = replace(
@@ -123,6 +124,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return _left_out(now, state)
         case NotKept(node_rank):
             why = f"node {node_rank} could not keep its workers"
+            state = with_reason(state, why)
             return _membership_changed(now, state, why, fatal=True)
         case NodeWaiting():
             return _node_waits(now, state)
@@ -229,7 +231,7 @@ def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
     if not not_kept and state.nodes > 1 and not is_own:
         return _meet_again(state, why)
     if not is_own:
-        state = sessions.with_reason(state, not_kept)
+        state = with_reason(state, not_kept)
     if state.phase in {Phase.STOPPING, Phase.SWEEPING} and state.formed is not None:
         # The round that was to follow has lost a member.
         state = replace(state, formed=None, is_joining=False)

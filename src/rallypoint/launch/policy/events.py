@@ -21,6 +21,7 @@ class RoundFormed:
         is_keeper: this node is one of them.
         is_bare: and of those.
         replaced: how many workers were replaced since the session began, if any node keeps its own.
+        not_kept: why all start anew although some held their workers, in words.
         grows: this node's workers come in addition to those that are kept: they take nobody's place.
     """
 
@@ -36,6 +37,7 @@ class RoundFormed:
     grows: bool = False
     bare: frozenset[int] = frozenset()
     is_bare: bool = False
+    not_kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from .state import Aim, Phase, State, Verdict
 
 # Processes that outlive all workers (daemons, forgotten children) get SIGTERM and this long.
 LEFTOVER_GRACE = 1.0
+# Why nobody's worker is kept.
+OVER = "another worker has left the session"
 # The workers are asked a second time this long before the moment ends.
 ANSWER_TIME = 0.3
 
@@ -96,11 +98,20 @@ def _formed_early(state: State, event: RoundFormed) -> Decision:
     return Decision(new, (TellPeers(what),), why)
 
 
+def with_reason(state: State, why: str) -> State:
+    """Remember why a lost worker is not replaced. The first reason counts, and none in a job without sessions."""
+    seen = state.kept | state.arriving | state.lost | state.in_session
+    if state.phase not in {Phase.RUNNING, Phase.REJOINING} or not (seen or state.has_left):
+        return state
+    return replace(state, not_replaced=state.not_replaced or why)
+
+
 def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
     why = f"round {event.generation} formed"
     spent = event.restarts > state.max_restarts
     if event.keepers is None or not event.is_keeper or spent or state.has_left:
         why = f"{why}, and the workers cannot be kept"
+        state = with_reason(state, _why_none_is_kept(state, event))
         if not event.is_keeper:
             return stop(now, replace(state, formed=event), Aim.RESTART, why, tell=None)
         new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
@@ -123,6 +134,14 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
         is_joining=False,
     )
     return Decision(new, (KeepWorkers(lost), *tells), f"{why}: the workers keep what they have")
+
+
+def _why_none_is_kept(state: State, event: RoundFormed) -> str:
+    if state.has_left:
+        return OVER
+    if event.restarts > state.max_restarts:
+        return f"--max-restarts is used up ({state.max_restarts})"
+    return event.not_kept or "this node came to the round without its workers"
 
 
 def _among_keepers(state: State, event: RoundFormed) -> State:

@@ -9,14 +9,13 @@ from rallypoint._core.rank_words import in_words, numbers_in_words
 
 from .commands import Decision, Replace, TellLoss, TellPeers
 from .events import LossTold, WorkerEnded
-from .generations import after_failure, stop
+from .generations import OVER, after_failure, stop, with_reason
 from .state import Phase, State
 
 
 # Whether it holds, and in words.
 _Reason: TypeAlias = "tuple[bool, str]"
 
-_OVER = "another worker has left the session"
 _NOBODY = "no worker is left that has the session's state"
 
 
@@ -34,7 +33,7 @@ def why_not_replaced(now: float, state: State, lost: WorkerEnded) -> str:
         (lost.again, "the same error came at the same step before"),
         (state.max_losses == 0, "--max-losses is 0"),
         (count >= state.max_losses, limit),
-        (state.has_left, _OVER),
+        (state.has_left, OVER),
         *_outside(state, others),
         (nobody, _NOBODY),
     )
@@ -45,18 +44,10 @@ def why_not_kept(state: State) -> str:
     return _first(
         (not state.elastic, "the number of nodes is fixed"),
         (state.phase is not Phase.RUNNING, "all workers are being stopped"),
-        (state.has_left, _OVER),
+        (state.has_left, OVER),
         *_outside(state, state.running),
         (state.is_sharded, "the state is sharded, without copies on other nodes"),
     )
-
-
-def with_reason(state: State, why: str) -> State:
-    """Remember why a lost worker is not replaced. The first reason counts, and none in a job without sessions."""
-    seen = state.kept | state.arriving | state.lost | state.in_session
-    if state.phase is not Phase.RUNNING or not (seen or state.has_left):
-        return state
-    return replace(state, not_replaced=why)
 
 
 def _outside(state: State, workers: frozenset[int]) -> tuple[_Reason, _Reason]:
@@ -125,7 +116,7 @@ def leave(now: float, state: State, index: int) -> Decision:
     why = f"worker {index} left its session"
     if state.phase is Phase.RUNNING and state.arriving:
         # It left just when another one was lost, whose successor would wait for it.
-        new = with_reason(new, f"{_OVER} meanwhile")
+        new = with_reason(new, f"{OVER} meanwhile")
         aim, verdict = after_failure(new, symptom=False)
         return stop(now, new, aim, why, tell="failed", verdict=verdict)
     return Decision(new, commands, why)
@@ -155,7 +146,7 @@ def note_loss(now: float, state: State, event: LossTold) -> Decision:
         state = replace(state, without_survivors=bare)
     of_this_node, _ = _outside(state, state.running)
     not_replaced = _first(
-        (state.has_left, _OVER),
+        (state.has_left, OVER),
         of_this_node,
         (not state.in_session - state.without_survivors, _NOBODY),
     )
