@@ -1,4 +1,4 @@
-"""A training for test_elastic_devices.py, in an elastic session, with workers that die at given places: device_train.py FOLDER KIND FAULTS.
+"""A training for test_elastic_devices.py, in an elastic session, with workers that die at given places: device_train.py FOLDER FAULTS KIND.
 
 KIND begins with the device and the backend, as in "cuda nccl fsdp2". Ranks may share a GPU: NCCL takes two ranks on one GPU for a mistake, unless they seem to be on different hosts.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pathlib
 import random
-import signal
 import sys
 import threading
 from typing import Any
@@ -21,24 +19,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fake_nccl
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 
 
-FOLDER = pathlib.Path(sys.argv[1])
-DEVICE, BACKEND, *KIND = sys.argv[2].split()
-# [step, rank, where]: each happens once.
-FAULTS = json.loads(sys.argv[3])
+DEVICE, BACKEND, *KIND = sys.argv[3].split()
 
 
 def fault(where: str) -> None:
-    for number, (step, rank, at) in enumerate(FAULTS):
-        if (step, rank, at) != (session.position, dist.get_rank(), where):
-            continue
-        try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, dist.get_rank(), where)
 
 
 class Dying(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """A training script whose state is sharded, for the tests of sessions: run by `rally run`, with faults at given places.
 
-sharded_train.py FOLDER KIND FAULTS [snapshot_every]
+sharded_train.py FOLDER FAULTS KIND [snapshot_every]
 
 A fault "node forward" kills the supervisor, and with it the whole node. With " bodies" behind the KIND, a batch has two steps, and now and then functions before and between them.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import random
-import signal
 import sys
 from typing import Any
 
@@ -20,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 
 
-FOLDER, KIND = pathlib.Path(sys.argv[1]), sys.argv[2].removesuffix(" bodies")
-HAS_BODIES = sys.argv[2].endswith(" bodies")
-FAULTS = json.loads(sys.argv[3])  # [step, rank, where]: each happens once
+KIND = sys.argv[3].removesuffix(" bodies")
+HAS_BODIES = sys.argv[3].endswith(" bodies")
 EVERY = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
 
@@ -41,14 +40,9 @@ def supervisor() -> int:
 
 
 def fault(where: str) -> None:
-    for number, (step, rank, at) in enumerate(FAULTS):
-        if (at.removeprefix("node "), rank, step) == (where, dist.get_rank(), session.position):
-            try:
-                (FOLDER / f"fault {number}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            os.kill(supervisor() if at.startswith("node ") else os.getpid(), signal.SIGKILL)
-            signal.pause()
+    place = session.position, dist.get_rank()
+    die_at(*place, where)
+    die_at(*place, f"node {where}", of=supervisor)
 
 
 def block() -> torch.nn.Module:

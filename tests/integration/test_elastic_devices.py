@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from supervisors import run
+from trainings import train, undisturbed
 
 
 pytestmark = pytest.mark.integration
@@ -27,26 +26,6 @@ FAULTS: list[Fault] = [
     *((0, 1, "forward"), (1, 1, "backward"), (5, 0, "optimizer"), (7, 1, "after")),
     *((9, 0, "between"), (16, 0, "validation"), (21, 0, "backward")),
 ]
-
-
-def trained(
-    folder: Path, kind: str, workers: int, faults: list[Fault], *flags: str
-) -> tuple[str, list[dict[str, Any]]]:
-    folder.mkdir()
-    done = run(
-        [
-            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers), *flags),
-            *(str(SCRIPT), str(folder), kind, json.dumps(faults)),
-        ],
-        cwd=folder,
-        env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(workers)]
-    return done.stderr, ends
 
 
 @pytest.mark.parametrize(
@@ -66,10 +45,10 @@ def trained(
     ],
 )
 def test_killed_workers_cost_nothing_but_a_moment(tmp_path: Path, kind: str, workers: int) -> None:
-    _, calm = trained(tmp_path / "calm", kind, workers, [])
-    said, ends = trained(tmp_path / "hurt", kind, workers, FAULTS)
-    assert said.count("takes its place, the others keep theirs") == len(FAULTS), said
-    for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
+    ends, _ = train(tmp_path / "hurt", SCRIPT, workers, FAULTS, kind)
+    for rank, (end, wanted) in enumerate(
+        zip(ends, undisturbed(SCRIPT, workers, kind), strict=True)
+    ):
         for what in ("steps", "bits", "random", "rate", "scale", "score"):
             assert end[what] == wanted[what], f"rank {rank}: {what}"
         assert end["same process"]
@@ -79,10 +58,9 @@ def test_killed_workers_cost_nothing_but_a_moment(tmp_path: Path, kind: str, wor
 
 @pytest.mark.parametrize("kind", ["cpu gloo", pytest.param("cuda nccl", marks=GPU)])
 def test_a_spare_takes_over(tmp_path: Path, kind: str) -> None:
-    _, calm = trained(tmp_path / "calm", kind, 2, [])
     faults = [(5, 0, "optimizer"), (13, 1, "backward")]
-    said, ends = trained(tmp_path / "hurt", kind, 2, faults, "--spares", "1")
-    for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
+    ends, said = train(tmp_path / "hurt", SCRIPT, 2, faults, kind, flags=["--spares", "1"])
+    for rank, (end, wanted) in enumerate(zip(ends, undisturbed(SCRIPT, 2, kind), strict=True)):
         assert end["bits"] == wanted["bits"], f"rank {rank}: {said}"
     print(kind, [end["recoveries"] for end in ends])
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisors import run
+from trainings import train, undisturbed
 
 
 pytestmark = pytest.mark.integration
 
 RANKS = 4
 SCRIPT = """
-import collections, json, os, pathlib, signal, sys
+import collections, json, sys, warnings
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -27,17 +26,11 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-FOLDER, KIND, FAULTS = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+KIND = sys.argv[3]
+warnings.simplefilter("ignore")
 
 def fault(where):
-    for number, given in enumerate(FAULTS):
-        if given != [session.position, rank, where]:
-            continue
-        try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, rank, where)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -109,18 +102,6 @@ dist.destroy_process_group()
 """
 
 
-def trained(folder: Path, kind: str, faults: list[Any]) -> list[Any]:
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-W", "ignore", "-m", "rallypoint", "run", "--nproc-per-node"]
-    words += [str(RANKS), "--preload", "torch._dynamo", str(path), str(folder), kind]
-    done = run([*words, json.dumps(faults)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("takes its place, the others keep theirs") == len(faults), done.stderr
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(RANKS)]
-
-
 @pytest.mark.parametrize(
     ("kind", "faults"),
     [
@@ -134,7 +115,8 @@ def trained(folder: Path, kind: str, faults: list[Any]) -> list[Any]:
 def test_what_each_rank_has_for_itself_comes_back(
     tmp_path: Path, kind: str, faults: list[Any]
 ) -> None:
-    calm = trained(tmp_path / "calm", kind, [])
-    assert trained(tmp_path / "hurt", kind, faults) == calm
+    calm = undisturbed(SCRIPT, RANKS, kind)
+    ends, _ = train(tmp_path / "hurt", SCRIPT, RANKS, faults, kind)
+    assert ends == calm
     if kind == "post":
         assert calm[0][0] != calm[2][0], "the ranks' parameters differ between two averages"

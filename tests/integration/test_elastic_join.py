@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from supervisors import run
+from trainings import train, undisturbed
 
 
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import json
+from faulty import FAULTS, FOLDER, die_at
 from rallypoint import elastic
 from rallypoint.errors import ElasticError
 from rallypoint.join import Join
@@ -25,19 +23,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-FOLDER = pathlib.Path(sys.argv[1])
-# [step, rank, micro-batch, where]: each happens once.
-FAULTS = json.loads(sys.argv[2])
-
+# Places: step, rank, micro-batch, where.
 def fault(number, where):
-    for at, given in enumerate(FAULTS):
-        if given != [session.position, rank, number, where]:
-            continue
-        try:
-            (FOLDER / f"fault {at}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, rank, number, where)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -86,25 +74,12 @@ dist.destroy_process_group()
 """
 
 
-def trained(folder: Path, faults: list[Any]) -> list[Any]:
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3", str(path)]
-    done = run(
-        [*words, str(folder), json.dumps(faults)], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(list(folder.glob("fault *"))) == len(faults)
-    assert done.stderr.count("takes its place") == len(faults)
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(3)]
-
-
 def test_join_within_a_step_is_recovered_from_and_around_steps_refused(tmp_path: Path) -> None:
     # Other ranks have run out at some of these places.
     faults = [[0, 0, 0, "forward"], [1, 1, 2, "behind"], [2, 2, 1, "forward"], [4, 2, 0, "behind"]]
-    ends, undisturbed = trained(tmp_path / "a", faults), trained(tmp_path / "b", [])
-    assert [each[:2] for each in ends] == [each[:2] for each in undisturbed]
-    for _, _, told in undisturbed:
+    ends, _ = train(tmp_path / "job", SCRIPT, 3, faults)
+    calm = undisturbed(SCRIPT, 3)
+    assert [each[:2] for each in ends] == [each[:2] for each in calm]
+    for _, _, told in calm:
         assert len(told) == 3
         assert all("Open the block within the step" in each for each in told)

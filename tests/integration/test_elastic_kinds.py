@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from supervisors import run
+from trainings import train, undisturbed
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(400)]
 
 RANKS = 3
 SCRIPT = """
-import hashlib, json, os, pathlib, sys
+import hashlib, json, warnings
+from faulty import FOLDER, die_at
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 from rallypoint import elastic
 
-folder, faults = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -179,10 +177,7 @@ with elastic.session(*objects) as session:
     while session.position < 10:
         with session.step():
             step = session.position
-            fault = folder / f"fault {step}"
-            if [step, rank] in faults and not fault.exists():
-                fault.touch()
-                os.kill(os.getpid(), 9)
+            die_at(step, rank)
             for number, (name, net, optimizer, scheduler, forward) in enumerate(trained):
                 x = torch.sin(torch.arange(32.0).view(4, 8) * (step + 1) * (rank + 1 + number))
 
@@ -205,36 +200,15 @@ with elastic.session(*objects) as session:
 end = {
     name: [digest(each.state_dict()) for each in some if each is not None] for name, *some, _ in trained
 }
-(folder / f"end {rank}").write_text(json.dumps(end))
+(FOLDER / f"end {rank}").write_text(json.dumps(end))
 dist.destroy_process_group()
 """
-
-
-def trained(folder: Path, faults: list[tuple[int, int]]) -> list[dict[str, list[str]]]:
-    folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
-    words = [sys.executable, "-W", "ignore", "-m", "rallypoint", "run"]
-    done = run(
-        [
-            *(*words, "--nproc-per-node", str(RANKS), "--preload", "torch._dynamo"),
-            *("train.py", str(folder), json.dumps(faults)),
-        ],
-        cwd=folder,
-        env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("takes its place, the others keep theirs") == len(faults)
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(RANKS)]
 
 
 def test_all_optimizers_schedulers_and_kinds_of_modules_end_as_without_a_loss(
     tmp_path: Path,
 ) -> None:
-    calm = trained(tmp_path / "calm", [])
-    hurt = trained(tmp_path / "hurt", [(1, 0), (2, 1), (4, 2), (7, 1)])
-    for rank, (mine, wanted) in enumerate(zip(hurt, calm, strict=True)):
+    hurt, _ = train(tmp_path / "hurt", SCRIPT, RANKS, [(1, 0), (2, 1), (4, 2), (7, 1)])
+    for rank, (mine, wanted) in enumerate(zip(hurt, undisturbed(SCRIPT, RANKS), strict=True)):
         for name in wanted:
             assert mine[name] == wanted[name], f"rank {rank}: {name}"

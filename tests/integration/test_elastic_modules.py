@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisors import run
+from trainings import start, train, undisturbed
 
 
 pytestmark = pytest.mark.integration
 
 # Steps 0 to 3 and the validation 4, then 5 to 8 and 9, then 10 to 13 and 14.
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import json, sys
 from datetime import timedelta
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 import numpy as np
 import torch
@@ -27,20 +25,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-FOLDER = pathlib.Path(sys.argv[1])
-# [step, rank, where]: each happens once.
-FAULTS = json.loads(sys.argv[2])
 IS_PUT_BACK = sys.argv[3] == "put back"
 
 def fault(where):
-    for number, given in enumerate(FAULTS):
-        if given != [session.position, rank, where]:
-            continue
-        try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, rank, where)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -200,34 +188,9 @@ FAULTS = [
 ]
 
 
-def run_script(
-    folder: Path, faults: object, end: str = "put back"
-) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(path)]
-    words += [str(folder), json.dumps(faults), end]
-    return run(words, capture_output=True, text=True, timeout=150)
-
-
-def trained(folder: Path, faults: object) -> list[dict[str, Any]]:
-    done = run_script(folder, faults)
-    assert done.returncode == 0, done.stderr
-    assert len(list(folder.glob("fault *"))) == done.stderr.count("takes its place")
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return trained(tmp_path_factory.mktemp("jobs") / "undisturbed", [])
-
-
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("jobs") / "disturbed"
-    ends = trained(folder, FAULTS)
-    assert len(list(folder.glob("fault *"))) == len(FAULTS)
+    ends, _ = train(tmp_path_factory.mktemp("jobs") / "disturbed", SCRIPT, 2, FAULTS, "put back")
     return ends
 
 
@@ -252,15 +215,15 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ],
 )
 def test_the_end_is_that_of_a_run_without_losses(
-    name: str, undisturbed: list[dict[str, Any]], disturbed: list[dict[str, Any]]
+    name: str, disturbed: list[dict[str, Any]]
 ) -> None:
-    for rank in range(2):
-        assert disturbed[rank][name] == undisturbed[rank][name], f"rank {rank}"
+    for rank, end in enumerate(undisturbed(SCRIPT, 2, "put back")):
+        assert disturbed[rank][name] == end[name], f"rank {rank}"
 
 
 def test_weights_that_a_function_has_left_swapped_are_no_state_to_go_on_from(
     tmp_path: Path,
 ) -> None:
-    done = run_script(tmp_path / "job", [[4, 1, "validation"]], "not put back")
+    done = start(tmp_path / "job", SCRIPT, 2, [[4, 1, "validation"]], "not put back")
     assert done.returncode == 1
     assert "puts them back in a `finally` block" in " ".join(done.stderr.split())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch
 from elastic import listens, wait_until
 from ports import free_port
 from supervisors import Popen, run
+from trainings import train, undisturbed
 
 
 pytestmark = pytest.mark.integration
@@ -24,33 +23,11 @@ SCRIPT = Path(__file__).parents[1] / "sharded_train.py"
 Fault = tuple[int, int, str]
 
 
-def trained(
-    folder: Path, workers: int, kind: str, faults: list[Fault], every: int = 4
-) -> tuple[str, list[dict[str, Any]]]:
-    folder.mkdir()
-    done = run(
-        [
-            *(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", str(workers)),
-            *("--preload", "torch._dynamo", str(SCRIPT), str(folder), kind),
-            *(json.dumps(faults), str(every)),
-        ],
-        cwd=folder,
-        env={key: value for key, value in os.environ.items() if key != "RALLY_LOG"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(workers)]
-    return done.stderr, ends
-
-
 def assert_survived(
     tmp_path: Path, workers: int, kind: str, faults: list[Fault], redone: int = 4, every: int = 4
 ) -> None:
-    _, calm = trained(tmp_path / "calm", workers, kind, [])
-    said, ends = trained(tmp_path / "hurt", workers, kind, faults, every)
-    assert said.count("takes its place, the others keep theirs") == len(faults)
+    ends, _ = train(tmp_path / "hurt", SCRIPT, workers, faults, kind, every)
+    calm = undisturbed(SCRIPT, workers, kind, 4)
     for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
         for what in ("steps", "bits", "random", "rate", "score"):
             assert end[what] == wanted[what], f"rank {rank}: {what}"
@@ -84,7 +61,6 @@ def test_with_sharded_state_a_body_may_have_several_steps_and_functions(tmp_path
 
 
 def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Path) -> None:
-    _, calm = trained(tmp_path / "calm", 4, "fsdp2", [])
     # Also behind the first step, with a worker of the partner's node lost at once, and of the node that serves the store.
     faults = [
         *((1, 2, "node forward"), (5, 1, "forward"), (6, 3, "node optimizer"), (12, 0, "forward")),
@@ -101,7 +77,7 @@ def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Pat
                     *(sys.executable, "-m", "rallypoint", "run", "--nnodes", "2:2", "--insecure"),
                     *("--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"),
                     *("--rdzv-id", "nodes", "--preload", "torch._dynamo", str(SCRIPT)),
-                    *(str(folder), "fsdp2", json.dumps(faults), "4"),
+                    *(str(folder), json.dumps(faults), "fsdp2", "4"),
                 ],
                 cwd=folder,
                 stderr=said,
@@ -121,6 +97,7 @@ def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Pat
     assert sorted(codes) == [-signal.SIGKILL] * 4 + [0, 0], said
     assert "restarting" not in said, said
     ends = [json.loads((folder / f"end {rank}").read_text()) for rank in range(4)]
+    calm = undisturbed(SCRIPT, 4, "fsdp2", 4)
     for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
         for what in ("steps", "bits", "random", "rate", "score"):
             assert end[what] == wanted[what], f"rank {rank}: {what}"

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from supervisors import run
+from trainings import start, train, undisturbed
 
 
 pytestmark = pytest.mark.integration
 
 RANKS = 3
 SCRIPT = """
-import json, os, pathlib, signal, sys
+import json, sys
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-FOLDER, KIND, FAULTS = pathlib.Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+KIND = sys.argv[3]
 
 def fault(where):
-    for number, given in enumerate(FAULTS):
-        if given != [session.position, rank, where]:
-            continue
-        try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, rank, where)
 
 def average(tensors):
     for each in tensors:
@@ -131,33 +121,16 @@ dist.destroy_process_group()
 """
 
 
-def started(
-    folder: Path, kind: str, faults: list[Any], *more: str
-) -> subprocess.CompletedProcess[str]:
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-W", "ignore", "-m", "rallypoint", "run", "--nproc-per-node"]
-    words += [str(RANKS), "--preload", "torch._dynamo", str(path), str(folder), kind]
-    return run([*words, json.dumps(faults), *more], capture_output=True, text=True, timeout=90)
-
-
-def trained(folder: Path, kind: str, faults: list[Any]) -> list[Any]:
-    done = started(folder, kind, faults)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("takes its place, the others keep theirs") == len(faults), done.stderr
-    assert "behind a change" not in done.stderr
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(RANKS)]
-
-
 @pytest.mark.parametrize("kind", ["lbfgs", "sharp", "two", "apart", "late", "static"])
 def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kind: str) -> None:
     draws = random.Random(kind)
     steps = [1, draws.randrange(2, 6), draws.randrange(6, 12)]
     faults = [[step, draws.randrange(RANKS), "within"] for step in steps]
     faults[2][2] = draws.choice(["within", "behind"])
-    calm = trained(tmp_path / "calm", kind, [])
-    assert trained(tmp_path / "hurt", kind, faults) == calm
+    calm = undisturbed(SCRIPT, RANKS, kind)
+    ends, said = train(tmp_path / "hurt", SCRIPT, RANKS, faults, kind)
+    assert ends == calm
+    assert "behind a change" not in said
     if kind == "apart":
         assert calm[0][0] != calm[1][0]
 
@@ -175,7 +148,7 @@ def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kin
 def test_a_step_that_needs_snapshots_is_named_before_a_loss(
     tmp_path: Path, kind: str, place: str
 ) -> None:
-    done = started(tmp_path / "job", "default", [], kind)
+    done = start(tmp_path / "job", SCRIPT, RANKS, [], "default", kind)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "behind a change of parameters" in line]
     if not place:

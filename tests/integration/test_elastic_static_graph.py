@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from supervisors import run
+from trainings import train, undisturbed
 
 
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import gc, json, os, pathlib, signal, sys, weakref
+import gc, json, sys, weakref
+from faulty import FOLDER, die_at
 from rallypoint import elastic
 import torch
 import torch.distributed as dist
@@ -23,20 +22,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-FOLDER = pathlib.Path(sys.argv[1])
-# [step, rank, where]: each happens once.
-FAULTS = json.loads(sys.argv[2])
 WAY = sys.argv[3]
 
 def fault(where):
-    for number, given in enumerate(FAULTS):
-        if given != [session.position, rank, where]:
-            continue
-        try:
-            (FOLDER / f"fault {number}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        os.kill(os.getpid(), signal.SIGKILL)
+    die_at(session.position, rank, where)
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -102,19 +91,6 @@ assert module() is None, "the session's model stays"
 """
 
 
-def trained(folder: Path, way: str, faults: list[Any]) -> list[Any]:
-    folder.mkdir()
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "3", str(path)]
-    words += [str(folder), json.dumps(faults), way]
-    done = run(words, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert len(list(folder.glob("fault *"))) == len(faults)
-    assert done.stderr.count("takes its place") == len(faults)
-    return [json.loads((folder / f"end {rank}").read_text()) for rank in range(3)]
-
-
 @pytest.mark.parametrize(
     ("way", "faults"),
     [
@@ -128,4 +104,5 @@ def trained(folder: Path, way: str, faults: list[Any]) -> list[Any]:
     ],
 )
 def test_a_static_graph_is_kept(tmp_path: Path, way: str, faults: list[Any]) -> None:
-    assert trained(tmp_path / "a", way, faults) == trained(tmp_path / "b", way, [])
+    ends, _ = train(tmp_path / "job", SCRIPT, 3, faults, way)
+    assert ends == undisturbed(SCRIPT, 3, way)
