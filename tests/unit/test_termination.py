@@ -1,4 +1,4 @@
-"""What becomes of a SIGTERM in a worker: by example, and by real signals."""
+"""What becomes of a SIGTERM in a worker."""
 
 from __future__ import annotations
 
@@ -47,51 +47,6 @@ def test_a_signal_that_was_held_acts_at_the_end() -> None:
     decision.signalled()
     assert decision.over()
     assert not decision.over(), "once"
-
-
-SCRIPT = """
-import os, signal, sys, time
-from rallypoint.elastic.worker import termination
-from rallypoint.elastic.worker.termination import Termination, Word
-
-termination.MOMENT = float(sys.argv[1])
-if sys.argv[2] == "handler":
-    signal.signal(signal.SIGTERM, lambda *_: (print("mine", flush=True), os._exit(3)))
-if sys.argv[2] == "ignored":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-held = Termination()
-held.begin()
-os.kill(os.getpid(), signal.SIGTERM)
-print("lives", flush=True)
-if sys.argv[3] == "stop":
-    held.heed(Word.STOP)
-    held.forget()
-    os.kill(os.getpid(), signal.SIGTERM)
-if sys.argv[3] == "leave":
-    held.end()
-if sys.argv[3] == "end":
-    held.heed(Word.END)
-if sys.argv[3] == "nothing":
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize("then", ["stop", "leave", "end", "nothing"])
-@pytest.mark.parametrize(
-    ("script", "code", "said"), [("", -signal.SIGTERM, ""), ("handler", 3, "mine\n")]
-)
-def test_what_the_script_has_set_runs_in_the_end(
-    then: str, script: str, code: int, said: str
-) -> None:
-    moment = "0.1" if then == "nothing" else "60"
-    words = [sys.executable, "-c", SCRIPT, moment, script, then]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (code, f"lives\n{said}"), done.stderr
-
-
-def test_a_signal_that_is_ignored_stays_so() -> None:
-    words = [sys.executable, "-c", SCRIPT, "60", "ignored", "leave"]
-    assert subprocess.run(words, timeout=100).returncode == 0
 
 
 def test_children_do_not_get_it() -> None:
