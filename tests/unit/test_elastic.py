@@ -88,7 +88,7 @@ def test_a_group_that_a_member_lacks_is_an_error() -> None:
 def test_what_has_no_state_is_refused_and_sharded_state_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(TypeError, match="a int has no state_dict"):
+    with pytest.raises(TypeError, match="'int' has no state_dict"):
         Objects([3])
     assert not Objects([torch.nn.Linear(2, 2)]).is_sharded
     monkeypatch.setattr(torch_private, "is_sharded", lambda _: True)

@@ -59,6 +59,10 @@ class Loaded:
     is_own: bool
 
 
+class _StillWriting(Exception):
+    """Another rank could not write its part, because it still writes that of the checkpoint before."""
+
+
 class Checkpoints:
     """The checkpoints of one session, as one rank sees them.
 
@@ -266,15 +270,9 @@ class Checkpoints:
                 return
         if self._is_writing():
             if self._rank != 0:
-                self._post(_part_key(key, self._rank), b'{"problem": "it still writes the last"}')
-                return
-            # The first one imports DCP, too.
-            if self._tried and not self._is_slow:
-                self._is_slow = True
-                _log.warning(
-                    "writing a checkpoint takes longer than %d steps: the one of step %d is left out, and later ones may be",
-                    *(self._every, step),
-                )
+                self._post(_part_key(key, self._rank), b'{"still writing": true}')
+            elif self._tried:  # the first one imports DCP, too
+                self._tell_slow(step)
             return
         self._copy.take(self._state.now())
         try:
@@ -289,6 +287,15 @@ class Checkpoints:
             target=write, args=(own, key), name="rally-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def _tell_slow(self, step: int) -> None:
+        """Once."""
+        if not self._is_slow:
+            self._is_slow = True
+            _log.warning(
+                "writing a checkpoint takes longer than %d steps: the one of step %d is left out, and later ones may be",
+                *(self._every, step),
+            )
 
     def end(self, own: OwnState | None) -> None:
         """The session ends. Blocks: until everything is written.
@@ -347,6 +354,9 @@ class Checkpoints:
         step = own.steps
         try:
             self._write_one(own, key)
+        except _StillWriting:
+            self._tell_slow(step)
+            self._try_to_remove([name_of(step)])
         except Exception as error:  # noqa: BLE001  whatever it is, training goes on
             _log.warning(
                 "the checkpoint of step %d was not written to %s: %s; training goes on",
@@ -417,6 +427,8 @@ class Checkpoints:
         found = []
         for number, note in enumerate(self._notes(_part_key(key, "%d"), PARTS), 1):
             record = json.loads(note)
+            if "still writing" in record:
+                raise _StillWriting
             if "problem" in record:
                 raise ElasticError(f"rank {number} has not written its part: {record['problem']}")
             found.append(Part.from_json(record))

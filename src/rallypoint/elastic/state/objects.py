@@ -64,7 +64,7 @@ class Objects:
         for each in given:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(
-                    f"elastic.session: a {type(each).__name__} has no state_dict and load_state_dict; expected modules,"
+                    f"elastic.session: {type(each).__name__!r} has no state_dict and load_state_dict; expected modules,"
                     " optimizers, schedulers, scalers, or objects with these two methods"
                 )
             _check_wrappers(each)
