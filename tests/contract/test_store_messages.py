@@ -109,7 +109,7 @@ REPLIES: list[tuple[Exchange[Any], bytes, Any]] = [
     (messages.check_each(["a", "b", "c"]), b"\x00\x01\x00", [True, False, True]),
     (messages.delete("k"), (1).to_bytes(8, "little"), True),
     (messages.delete("k"), bytes(8), False),
-    (messages.wait("k"), b"\x00", None),
+    (messages.wait(["k"]), b"\x00", None),
     (messages.cancel_wait(), b"\x01", False),
     (messages.cancel_wait(), b"\x00\x01", True),
 ]
@@ -144,6 +144,6 @@ def test_a_value_that_is_too_long_is_refused_before_it_is_waited_for(size: int) 
 @given(st.integers(min_value=2, max_value=255))
 def test_what_is_no_answer_to_a_wait_is_refused(answer: int) -> None:
     with pytest.raises(ProtocolError, match=str(answer)):
-        read(messages.wait("k"), bytes([answer]))
+        read(messages.wait(["k"]), bytes([answer]))
     with pytest.raises(ProtocolError, match=str(answer)):
         read(messages.cancel_wait(), bytes([0, answer]))

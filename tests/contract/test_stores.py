@@ -197,3 +197,20 @@ def test_a_store_that_reads_what_is_filled_leaves_out_what_is_empty(store: Store
     many = [f"many/{number}" for number in range(700)]
     store.set(many[-1], b"last")
     assert store.get_filled(many) == [None] * 699 + [b"last"]
+
+
+def test_the_tcp_store_waits_for_several_keys_at_once(store: Store) -> None:
+    if not isinstance(store, TcpStore):
+        pytest.skip("only this one can")
+    keys = [f"rank/{number}" for number in range(700)]
+    for key in keys[:-1]:
+        store.set(key, key.encode())
+    with pytest.raises(TimeoutError, match="not all of 700 keys"):
+        store.get_all(keys, 0.2)
+    assert store.exists(keys[0]), "the connection is in step after a wait in vain"
+    other = store.clone()
+    timer = threading.Timer(0.2, lambda: other.set(keys[-1], b""))
+    timer.start()
+    assert store.get_all(keys, 10.0) == [*(key.encode() for key in keys[:-1]), b""]
+    timer.join()
+    assert store.get_all([], 1.0) == []

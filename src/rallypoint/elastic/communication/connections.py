@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
 
 from .communicators import Communicator
+from .forming_store import FormingStore
 from .works import Lives
 
 
@@ -81,6 +82,8 @@ class Wiring:
         self.lives = Lives()
         self._client: TcpStore | None = None
         self._store: Any = None  # c10d's view of it: torch's stubs know no Store
+        self._forming_store: FormingStore | None = None
+        self._gloo_store: Any = None  # c10d's view of that
         self._patient: Any = None  # the same over a connection of its own, for NCCL
         self._communicators: list[Communicator] = []
 
@@ -106,6 +109,10 @@ class Wiring:
             RendezvousConnectionError: the store is gone, or the wiring was cut.
         """
         return self.store().get(f"{self._prefix}/{key}", timeout)
+
+    def wait_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
+        """As :meth:`wait`, for several."""
+        return self.store().get_all([f"{self._prefix}/{key}" for key in keys], timeout)
 
     def gather(self, size: int, timeout: float, name: str = "") -> None:
         """Wait until all members have called this. Once for each name.
@@ -143,6 +150,8 @@ class Wiring:
         timeout: timedelta,
         backends: Mapping[str, str],
         options: Any = None,
+        *,
+        have_met: bool = False,
     ) -> Connected:
         """Connect the members of a group.
 
@@ -156,6 +165,7 @@ class Wiring:
             timeout: of its collectives.
             backends: ``gloo`` or ``nccl``, by the type of device.
             options: torch's for NCCL, or None.
+            have_met: all members are about to call this.
         Raises:
             TimeoutError: not all came within the group's time-out.
             RuntimeError: a member is gone, or the wiring was cut; raised by torch.
@@ -164,8 +174,9 @@ class Wiring:
         with self._lock:
             count = self._formed[name] = self._formed.get(name, 0) + 1
         name = f"{name}/{count}"
-        # They come from different places of the script, and may be minutes apart: Gloo begins when all are there.
-        self.gather(size, timeout.total_seconds(), name)
+        if not have_met:
+            # They come from different places of the script, and may be minutes apart: Gloo begins when all are there.
+            self.gather(size, timeout.total_seconds(), name)
         prefix, kinds = f"{self._prefix}/{name}", set(backends.values())
         gloo = self._gloo(prefix, rank, size, timeout) if "gloo" in kinds else None
         nccl = self._nccl(prefix, rank, size, timeout, options) if "nccl" in kinds else None
@@ -183,13 +194,16 @@ class Wiring:
                 self._devices = _devices()
             self._pairs += size
             self._forming += 1
-        store = torch_private.prefixed(self._store, prefix)
+        assert self._forming_store is not None
+        self._forming_store.expect(f"{prefix}/", size)
+        store = torch_private.prefixed(self._gloo_store, prefix)
         options = torch_private.gloo_options(
             [device.handle for device in self._devices], timedelta(seconds=FORMING)
         )
         try:
             backend = dist.ProcessGroupGloo(store, rank, size, options)
         finally:
+            self._forming_store.forget(f"{prefix}/")
             with self._lock:
                 self._forming -= 1
         if self._is_cut:
@@ -228,7 +242,8 @@ class Wiring:
         self._is_cut = True
         now = clock.MONOTONIC.now()
         with self._lock:
-            stores, devices = (self._store, self._patient), list(self._devices)
+            stores = (self._store, self._gloo_store, self._patient)
+            devices = list(self._devices)
             communicators = list(self._communicators)
             awaited = self._pairs if self._forming else 0
             self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
@@ -248,6 +263,8 @@ class Wiring:
                 host, port = self._address
                 self._client = TcpStore(host, port, timeout=STORE_PATIENCE)
                 self._store = c10d_store(self._client, FORMING)
+                self._forming_store = FormingStore(self._client)
+                self._gloo_store = c10d_store(self._forming_store, FORMING)
         if self._is_cut:
             raise RendezvousConnectionError(_CUT)
 

@@ -55,11 +55,11 @@ class Groups:
     def connect(self, wiring: Wiring) -> None:
         """Form all groups anew.
 
-        Collective: all members of the default group.   Blocks: until all are connected.
+        Collective: all members of the default group, which have just met.   Blocks: until all are connected.
         """
         self._wiring, self._answerer = wiring, None
-        for group in self._groups:
-            group.connect(wiring)
+        for number, group in enumerate(self._groups):
+            group.connect(wiring, have_met=number == 0)
         self.connect_gpus()
 
     def take_timeouts(self, timeouts: Mapping[tuple[str, tuple[int, ...]], float]) -> None:

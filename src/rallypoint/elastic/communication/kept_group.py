@@ -99,10 +99,13 @@ class KeptGroup(dist.ProcessGroup):
         """A name that no other group of the job has. Those of two replicas may share torch's: the set-up of one was that of the other."""
         return f"{self.kept_name}@{self.members[0]}"
 
-    def connect(self, wiring: Wiring) -> None:
+    def connect(self, wiring: Wiring, *, have_met: bool = False) -> None:
         """Form the inner group.
 
         Collective: all members.   Blocks: until they are connected.
+        Args:
+            wiring: the connections of this generation.
+            have_met: all members are about to call this.
         Raises:
             RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
         """
@@ -111,7 +114,8 @@ class KeptGroup(dist.ProcessGroup):
         members = zlib.crc32(repr(self.members).encode())
         name = f"{self.label}/{members}"
         made = wiring.group(
-            name, self._rank, len(self.members), self._timeout, self._backends, self._options
+            *(name, self._rank, len(self.members), self._timeout, self._backends, self._options),
+            have_met=have_met,
         )
         torch_private.name_group(made.group, self.kept_name)
         self.inner, self._gloo, self._nccl = made.group, made.gloo, made.nccl

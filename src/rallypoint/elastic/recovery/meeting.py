@@ -337,10 +337,9 @@ class Meeting:
             replica=self._replica,
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
-        ranks = range(dist.get_world_size())
-        standings = [
-            Standing.from_json(json.loads(wiring.wait(f"here/{rank}", MEETING))) for rank in ranks
-        ]
+        places = [f"here/{rank}" for rank in range(dist.get_world_size())]
+        told = wiring.wait_all(places, MEETING)
+        standings = [Standing.from_json(json.loads(each)) for each in told]
         self._kept.hold_records(
             [each.node for each in standings], [each.groups for each in standings]
         )

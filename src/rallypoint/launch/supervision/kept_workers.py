@@ -46,17 +46,16 @@ class KeptWorkers:
         self._errors.add(key)
         return seen
 
-    def tell_of_loss(
-        self,
-        workers: Generation,
-        failure: WorkerFailure,
-        ready: RoundReady,
-        by: str = "another process",
-    ) -> None:
-        """Tell those in a session, and people. ``by``: who takes the place."""
-        why = in_a_line(failure)
-        self._tell_loss(workers, ready, [failure.rank], why)
+    def tell_of_loss(self, workers: Generation, failure: WorkerFailure, ready: RoundReady) -> None:
+        """Tell those in a session."""
+        self._tell_loss(workers, ready, [failure.rank], in_a_line(failure))
         self._losses[_meeting(ready)] = f"rank {failure.rank} is back", ready
+
+    def say_loss(
+        self, failure: WorkerFailure, ready: RoundReady, by: str = "another process"
+    ) -> None:
+        """Tell people. ``by``: who takes the place."""
+        why = in_a_line(failure)
         events.emit(
             events.WorkerReplaced(
                 generation=ready.generation,

@@ -94,13 +94,15 @@ class Replacements:
         if index is None:
             assert self._lost is not None
             self._kept.tell_of_loss(workers, self._lost, ready)
+            self._kept.say_loss(self._lost, ready)
             return
         failure = workers.failure_of(list(workers)[index])
         spare = self.spares.take(index)
-        by = "another process" if spare is None else "a spare"
-        self._kept.tell_of_loss(workers, failure, ready, by)
-        write_error_files(self._folder.path, (failure,))
+        self._kept.tell_of_loss(workers, failure, ready)
         self._fill(ready, index, spare)
+        # Training waits for the processes, not for people and files.
+        self._kept.say_loss(failure, ready, "another process" if spare is None else "a spare")
+        write_error_files(self._folder.path, (failure,))
 
     def _fill(self, ready: RoundReady, index: int, spare: Worker | None = None) -> None:
         workers = self._now.workers

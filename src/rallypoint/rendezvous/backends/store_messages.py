@@ -120,9 +120,9 @@ def delete(key: str) -> Exchange[bool]:
     return Exchange(_request(Query.DELETE, _key(key)), _was_deleted)
 
 
-def wait(key: str) -> Exchange[None]:
-    """The reply comes when the key is there. To give up before that: :func:`cancel_wait`."""
-    return Exchange(_request(Query.WAIT, _keys([key])), _come)
+def wait(keys: Sequence[str]) -> Exchange[None]:
+    """The reply comes when all keys are there. To give up before that: :func:`cancel_wait`."""
+    return Exchange(_request(Query.WAIT, _keys(keys)), _come)
 
 
 def cancel_wait() -> Exchange[bool]:
