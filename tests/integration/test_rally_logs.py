@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from rallypoint.control.logs import command
 from rallypoint.control.logs.command import last_lines
 from rallypoint.errors import ControlError
 from rallypoint.launch.cli import main
+from resized_job import Job
 from supervisors import RALLY, Popen, run
 
 
@@ -293,6 +296,75 @@ def test_output_of_all_nodes(
         Path(f"{script}.go").touch()
         for node in nodes:
             node.wait(PATIENCE)
+
+
+TRAINS = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from rallypoint import elastic
+
+folder = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+session = elastic.session(net, optimizer)
+session.on_resize(lambda before, now: None, in_place=True)
+with session:
+    while session.position < 400:
+        with session.step():
+            net(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}, step {session.position}", flush=True)
+        (folder / f"new {os.getpid()}").write_text(f"{session.position}")
+        os.replace(folder / f"new {os.getpid()}", folder / f"at {os.getpid()}")
+        while (folder / "wait").exists() and session.position >= int((folder / "wait").read_text()):
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_output_is_that_of_the_rank_that_a_worker_has_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost, and the ranks of the others change; then a worker of a node that stays is lost."""
+    job = Job(tmp_path, 2, 3, TRAINS, ())
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "rank ${rank}>")
+    job.words[4:4] = ["--tee", "3", "--max-losses", "9"]
+    try:
+        job.hold_at(10)
+        for _ in range(3):
+            job.start()
+        job.wait(lambda: len(job.at(10)) == 6, "six ranks train")
+        before = set(job.steps())
+        job.kill(job.nodes[0])
+        job.hold_at(20)
+        job.wait(lambda: len(job.at(20)) == 4, "four ranks go on")
+        victim = min(job.steps())
+        os.kill(victim, signal.SIGKILL)
+        job.hold_at(30)
+        job.wait(lambda: len(job.at(30)) == 4, "a lost one is replaced")
+        assert victim in before
+        assert main(["logs", str(job.nodes[1].pid)]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        job.go_on()
+        for node in job.nodes:
+            node.wait(120)
+    finally:
+        job.close()
+    for rank in range(4):
+        # From before both losses, with the rank that it was then.
+        old = re.compile(rf"\[rank {rank}\] rank \d of 6, step 10")
+        assert any(old.fullmatch(line) for line in shown), (rank, shown)
+        for step in (20, 30):
+            assert f"[rank {rank}] rank {rank} of 4, step {step}" in shown, (rank, step, shown)
+    teed = [line for line in job.output().splitlines() if ", step " in line]
+    assert {line[:15] for line in teed if ", step 30" in line} == {
+        f"rank {rank}>rank {rank} o" for rank in range(4)
+    }
+    assert all(line.startswith(f"{line[:6]}>{line[:6]} ") for line in teed)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The folder of a run: ``attempt_<generation>/<local-rank>/{stdout,stderr}.log``, older parts as ``stdout.log.1``, and so on.
 
-A worker of a session that takes a lost one's place has ``attempt_<generation>.<losses>``. ``ranks.json`` in ``attempt_<generation>``
-says which ranks those are.
+A worker of a session that takes a lost one's place has ``attempt_<generation>.<losses>``, with the generation in which the workers of
+its node were started together. ``ranks.json`` in ``attempt_<generation>`` says which ranks those are, now.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def note_ranks(attempt: Path, host: str, ranks: Mapping[int, int]) -> None:
         OSError: it cannot be written.
     """
     record = {"version": 1, "host": host, "ranks": {str(each): ranks[each] for each in ranks}}
-    private.write_text(attempt / _RANKS, json.dumps(record) + "\n")
+    written = attempt / f"new {_RANKS}"
+    private.write_text(written, json.dumps(record) + "\n")
+    written.replace(attempt / _RANKS)  # it may be read at the same time
 
 
 def generations(folder: Path) -> list[int]:

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rallypoint import events
@@ -228,6 +229,10 @@ class Generation:
         self.number, self._node_rank = number, node_rank
         for worker, its in zip(self._workers, ranks, strict=True):
             worker.ranks = its
+
+    def folders(self) -> dict[int, Path | None]:
+        """Where the workers' files are, by local rank."""
+        return {each.ranks.local_rank: each.streams.folder for each in self._workers}
 
     def failure_of(self, worker: Worker) -> WorkerFailure:
         """How a worker failed."""

@@ -242,7 +242,6 @@ class Supervisor:
             self._kept,
             self._spawner,
             self._server.channel,
-            self._folder,
             ask,
             say,
         )
@@ -827,9 +826,10 @@ class Supervisor:
                 failed_ranks=tuple(each.rank for each in failures),
             )
         )
+        folders = self._now.workers.folders()
         self._let_go()
         if failures:
-            write_error_files(self._folder.path, failures)
+            write_error_files(folders, failures)
 
     def _let_go(self) -> None:
         if hasattr(self, "_replacements"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +13,19 @@ from .failure import WorkerFailure, torchelastic_record
 from .report import FailureReport
 
 
-def write_error_files(folder: Path | None, failures: Sequence[WorkerFailure]) -> None:
-    """Write ``attempt_N/LOCAL_RANK/error.json`` of each failed worker that did not write its own."""
-    if folder is None:
-        return
+def write_error_files(
+    folders: Mapping[int, Path | None], failures: Sequence[WorkerFailure]
+) -> None:
+    """Write ``error.json`` of each failed worker that did not write its own.
+
+    Args:
+        folders: of the workers' output, by local rank.
+        failures: of some of these workers.
+    """
     for failure in failures:
-        path = folder / f"attempt_{failure.generation}" / str(failure.local_rank) / "error.json"
-        if not path.exists():
-            _write(path, torchelastic_record(failure))
+        folder = folders[failure.local_rank]
+        if folder is not None and not (folder / "error.json").exists():
+            _write(folder / "error.json", torchelastic_record(failure))
 
 
 def write_report(folder: Path | None, report: FailureReport) -> FailureReport:

@@ -35,6 +35,7 @@ class WorkerStreams:
 
     stdout: int
     stderr: int
+    folder: Path | None = None  # of its files
     sources: list[Source] = field(default_factory=list)
     stderr_source: Source | None = None
     stderr_file: Path | None = None
@@ -45,6 +46,15 @@ class WorkerStreams:
         for fd in self.to_close:
             os.close(fd)
         self.to_close.clear()
+
+    def relabel(self, prefix: str, origin: Origin) -> None:
+        """The worker has another rank from now on. Arguments as of :meth:`StreamFactory.open`."""
+        for source in self.sources:
+            if source.prefix:
+                source.prefix = os.fsencode(prefix)
+            if source.record is not None:
+                name = "stderr" if source is self.stderr_source else "stdout"
+                source.record = _recorder(replace(origin, stream=name))
 
     def drain(self, deadline: clock.Deadline) -> None:
         """Wait until all streams have ended and been forwarded, or until the deadline."""
@@ -152,7 +162,7 @@ class StreamFactory:
             LaunchError: its folder or files cannot be created.
         """
         folder = self.worker_folder(local_rank)
-        streams = WorkerStreams(-1, -1)
+        streams = WorkerStreams(-1, -1, folder)
         with needing(folder) if folder is not None else nullcontext():
             if folder is not None:
                 private.make_folder(folder)

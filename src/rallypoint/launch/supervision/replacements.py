@@ -13,7 +13,6 @@ from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Worker
 from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.output.reportfiles import write_error_files
-from rallypoint.launch.output.run_folder import RunFolder
 from rallypoint.launch.server.channel import Channel, Message
 from rallypoint.launch.supervision.kept_workers import KeptWorkers
 from rallypoint.launch.supervision.spares import Spares
@@ -38,7 +37,6 @@ class Replacements:
         kept: what is told to workers of a session.
         spawner: starts workers.
         channel: to the fork server.
-        folder: of the run.
         ask: sends the fork server a request.
         say: prints a line for the user.
     """
@@ -51,7 +49,6 @@ class Replacements:
         kept: KeptWorkers,
         spawner: Spawner,
         channel: Channel,
-        folder: RunFolder,
         ask: Callable[[Message], None],
         say: Callable[[str], None],
     ) -> None:
@@ -61,7 +58,6 @@ class Replacements:
         self._kept = kept
         self._spawner = spawner
         self._channel = channel
-        self._folder = folder
         self._ask = ask
         self._lost: WorkerFailure | None = None  # of the loss that all nodes read of
         self._spares_are_due = False
@@ -96,13 +92,13 @@ class Replacements:
             self._kept.tell_of_loss(workers, self._lost, ready)
             self._kept.say_loss(self._lost, ready)
             return
-        failure = workers.failure_of(list(workers)[index])
+        failure, folders = workers.failure_of(list(workers)[index]), workers.folders()
         spare = self.spares.take(index)
         self._kept.tell_of_loss(workers, failure, ready)
         self._fill(ready, index, spare)
         # Training waits for the processes, not for people and files.
         self._kept.say_loss(failure, ready, "another process" if spare is None else "a spare")
-        write_error_files(self._folder.path, (failure,))
+        write_error_files(folders, (failure,))
 
     def _fill(self, ready: RoundReady, index: int, spare: Worker | None = None) -> None:
         workers = self._now.workers
@@ -150,6 +146,7 @@ class Replacements:
         failures = [workers.failure_of(each) for each in ended]  # of the generation before
         ranks = [*_lost_ranks(ready), *(each.ranks.rank for each in ended)]
         workers.continue_as(ready.generation, ready.node_rank, self._spawner.ranks(ready))
+        self._spawner.continue_as(ready, workers)
         assert ready.kept is not None
         if ready.kept.before and not ranks:
             # Nobody is lost: training goes on until those who have come are ready.
@@ -158,7 +155,7 @@ class Replacements:
         else:
             self._joined = ""
             self._kept.tell_of_lost_nodes(workers, ready, sorted(ranks), why)
-        write_error_files(self._folder.path, tuple(failures))
+        write_error_files(workers.folders(), failures)
         for index in [*lost, *self._end_stranded(ready.store)]:
             self._fill(ready, index, self.spares.take(index))
         self.start_spares_soon()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rallypoint._core import addresses, linux, rank_watch, stack_line
 from rallypoint._core.log_records import Origin
+from rallypoint.errors import LaunchError
 from rallypoint.launch.config import LaunchConfig, LogConfig, TargetKind
 from rallypoint.launch.coordination.interface import RoundReady
 from rallypoint.launch.generation import Generation, Worker
@@ -51,6 +54,8 @@ class Spawner:
         self._console = console
         self._payload_fd = payload_fd
         self._variables = variables
+        self._generation = 0  # in which this node's workers were started together
+        self._attempt: Path | None = None  # the folder of that
 
     def spawn(
         self,
@@ -75,7 +80,8 @@ class Spawner:
             ConfigError: a setting is impossible on this node.
             LaunchError: files for output cannot be made.
         """
-        folder = self._folder.generation(ready.generation)
+        self._generation = ready.generation
+        folder = self._attempt = self._folder.generation(ready.generation)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts = self._facts(ready)
         ranks_of_workers = self.ranks(ready)
@@ -106,7 +112,7 @@ class Spawner:
         Raises:
             ConfigError, LaunchError: as :meth:`spawn`.
         """
-        folder = self._folder.generation(ready.generation, ready.replaced)
+        folder = self._folder_of_successors(ready)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts, ranks = self._facts(ready), self.ranks(ready)[index]
         settings = self._settings_of(
@@ -154,7 +160,7 @@ class Spawner:
         Raises:
             ConfigError, LaunchError: as :meth:`spawn`.
         """
-        folder = self._folder.generation(ready.generation, ready.replaced)
+        folder = self._folder_of_successors(ready)
         factory = StreamFactory(self._config.logs, folder, self._relay, self._console)
         facts, ranks = self._facts(ready), self.ranks(ready)[index]
         settings = self._settings_of(
@@ -164,6 +170,19 @@ class Spawner:
         spare.ranks, spare.streams = ranks, streams
         spare.tell({"kind": "become", "env": settings["env"]}, streams.stdout, streams.stderr)
         streams.given()
+
+    def continue_as(self, ready: RoundReady, workers: Iterable[Worker]) -> None:
+        """The workers go on in another round: what they write from now on is that of the ranks that they have there."""
+        facts, ranks = self._facts(ready), self.ranks(ready)
+        for worker, its in zip(workers, ranks, strict=True):
+            worker.streams.relabel(*self._label(its, facts))
+        with contextlib.suppress(LaunchError):  # a full disk does not end training
+            self._folder.note_ranks(self._attempt, {each.local_rank: each.rank for each in ranks})
+
+    def _folder_of_successors(self, ready: RoundReady) -> Path | None:
+        """In the generation of those whose places they take, so that the output of this node's workers stays together."""
+        losses = ready.generation - self._generation + ready.replaced
+        return self._folder.generation(self._generation, losses)
 
     def _facts(self, ready: RoundReady) -> worker_env.RoundFacts:
         config = self._config
@@ -248,6 +267,10 @@ class Spawner:
     def _open(
         self, ranks: WorkerRanks, facts: worker_env.RoundFacts, factory: StreamFactory
     ) -> WorkerStreams:
+        return factory.open(ranks.local_rank, *self._label(ranks, facts))
+
+    def _label(self, ranks: WorkerRanks, facts: worker_env.RoundFacts) -> tuple[str, Origin]:
+        """The prefix of teed lines, and the origin of lines that are written as records."""
         prefix = worker_env.log_prefix(self._config.logs.prefix_template, facts.role, ranks)
         origin = Origin(
             host=addresses.hostname(),
@@ -256,7 +279,7 @@ class Spawner:
             generation=facts.generation,
             stream="",
         )
-        return factory.open(ranks.local_rank, prefix, origin)
+        return prefix, origin
 
     def _spawn_with(
         self,
