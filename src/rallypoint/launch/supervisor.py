@@ -64,12 +64,11 @@ from .supervision.server_requests import ServerRequests
 from .supervision.shared_stop import SharedStop
 from .supervision.situation import Situation
 from .supervision.spawner import Spawner
+from .supervision.worker_ends import WorkerEnds
 from .supervision.worker_signals import WorkerSignals
 from .worker.job import WorkerFds
 
 
-# For this long a worker may die of a signal before the supervisor receives it: the sender may have to wait for a CPU.
-DEATH_AHEAD = 1.0
 # How long output may still arrive after its writers have ended.
 DRAIN_PATIENCE = 2.0
 
@@ -132,7 +131,6 @@ class Supervisor:
         self._start_is_due = False
         self._probe_fd: int | None = None
         self._causes = Causes()
-        self._held_ends: list[policy.WorkerEnded] = []
         self._early_losses = EarlyLosses(self._loop, self._now, self._decide)
         self._store_name = ""
         self._kept = KeptWorkers(say)
@@ -140,6 +138,7 @@ class Supervisor:
         self._folder: RunFolder
         self._requests: ServerRequests
         self._signals: WorkerSignals
+        self._ends: WorkerEnds
         self._hung: HungWorkers
         self._spawner: Spawner
         self._replacements: Replacements
@@ -226,6 +225,16 @@ class Supervisor:
         self._imports = ImportNews(config, loop, now, self._coordination, self._server.channel)
         ask = self._requests.ask
         self._signals = WorkerSignals(config, loop, now, self._requests, self._kept, say)
+        self._ends = WorkerEnds(
+            config,
+            loop,
+            now,
+            self._signals,
+            self._kept,
+            self._early_losses,
+            self._troubles,
+            self._decide,
+        )
         self._shared_stop = SharedStop(
             loop,
             now,
@@ -407,16 +416,11 @@ class Supervisor:
                 self._end.stop_gathering()
             if not self._shared_stop.begin(number):
                 self._decide(policy.SignalReceived(number))
-            self._decide_held_ends()
+            self._ends.decide_held()
         elif number == signal.SIGWINCH:
             self._relay.resize()
         else:
             self._signals.note_taken(number)
-
-    def _decide_held_ends(self) -> None:
-        ends, self._held_ends = self._held_ends, []
-        for event in ends:
-            self._decide(event)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -527,41 +531,7 @@ class Supervisor:
         worker.listen()
         for record in worker.take_records():
             self._hear_worker(worker, record)
-        worker.status, worker.ended_at = status, at
-        if status != 0 and self._now.round is not None:
-            self._troubles.note_failure(
-                self._now.workers.failure_of(worker), self._now.round.incident
-            )
-        symptom = status != 0 and self._now.workers.is_echo(worker)
-        if events.is_wanted():
-            events.emit(self._now.workers.end_of(worker))
-        index = self._now.workers.index(worker)
-        again = status != 0 and self._kept.has_seen(
-            self._now.workers.failure_of(worker), worker.failed_at
-        )
-        end = policy.WorkerEnded(
-            index, failed=status != 0, symptom=symptom, again=again, refused=worker.is_refused
-        )
-        if self._may_be_ahead(status):
-            self._held_ends.append(end)
-            self._loop.after(DEATH_AHEAD, self._decide_held_ends)
-        elif end.failed:
-            self._early_losses.decide(end)
-        else:
-            self._decide(end)
-
-    def _may_be_ahead(self, status: int) -> bool:
-        """Whether a worker ended because of a signal that may still arrive here and end the whole job.
-
-        A worker may also have handled it, saved a checkpoint, and exited with 128 + signal.
-        """
-        code = os.waitstatus_to_exitcode(status)
-        number = -code if code < 0 else code - 128
-        return (
-            self._now.state.phase in {Phase.RUNNING, Phase.LISTENING}
-            and number in self._config.ending_signals
-            and number not in self._signals.taken
-        )
+        self._ends.note(worker, status, at)
 
     def _fail_without_server(self, reason: str, left: list[int]) -> None:
         # Its children have become children of this process.
@@ -807,9 +777,7 @@ class Supervisor:
 
     def _end_generation(self, left: list[int], aim: Aim | None = None) -> None:
         """All processes are gone: collect the failures and results of this generation."""
-        # They are over anyway.
-        self._held_ends.clear()
-        self._early_losses.forget()
+        self._ends.forget()
         self._requests.tell_what_is_left(left)
         self._now.workers.drain(DRAIN_PATIENCE)
         failures = self._causes.failures = in_order_of_blame(self._now.workers.failures())
