@@ -150,7 +150,12 @@ class TcpStore:
         for start in range(0, len(keys), CHUNK):
             chunk = keys[start : start + CHUNK]
             if not self._wait(chunk, deadline):
-                raise TimeoutError(f"not all of {len(keys)} keys appeared within {timeout:.1f} s")
+                held = zip(chunk, self.get_many(chunk), strict=True)
+                missing = [key for key, value in held if value is None]
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise TimeoutError(
+                    f"{(missing or chunk)[0]}{more} did not appear within {timeout:.1f} s"
+                )
             values = self._ask(store_messages.get_many(chunk))
             # An empty one: see get.
             found += [
