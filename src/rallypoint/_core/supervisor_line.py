@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 
 # Of this process: its id, the descriptor, and the socket's identity.
 _held: tuple[int, int, tuple[int, int]] | None = None
+# What is to be called in forks of this process that become workers.
+_awaited: list[Callable[[], None]] = []
 
 
 def hold(fd: int) -> None:
     """In a worker, at its start: this descriptor leads to its supervisor."""
     global _held  # noqa: PLW0603  one process has one supervisor
     _held = os.getpid(), fd, _identity(fd)
+    for function in _awaited:
+        function()
+
+
+def when_held(function: Callable[[], None]) -> None:
+    """Call this now, if this process is a worker; else in each fork of it that becomes one, before any other code of its script."""
+    if held() is None:
+        _awaited.append(function)
+    else:
+        function()
 
 
 def held() -> int | None:

@@ -339,7 +339,8 @@ class Session:
         if kept is None or kept.groups.default is None:
             raise ElasticError(
                 "elastic.session: this process has no group over Gloo or NCCL that can be kept; call"
-                " torch.distributed.init_process_group() after `import rallypoint.elastic`, before the session"
+                " torch.distributed.init_process_group() after `import rallypoint.elastic`, before the session. (launch_subprocesses"
+                " forms the group before it calls a function: import the package in the function's module, or in `setup`)"
             )
         kept.enter()
         kept.await_place(sharded=self._objects.is_sharded)

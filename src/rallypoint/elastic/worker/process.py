@@ -239,9 +239,16 @@ _process: KeptProcess | None = None
 
 
 def begin() -> None:
-    """Once, when this package is imported: in a worker of ``rally run``, groups that are made from now on can be kept."""
+    """When this package is imported: in a worker of ``rally run``, groups that are made from now on can be kept.
+
+    Where the process that a worker is a fork of has imported the package, this begins with the worker.
+    """
+    supervisor_line.when_held(_begin)
+
+
+def _begin() -> None:
     global _process  # noqa: PLW0603  one process is one worker
-    if _process is not None or supervisor_line.held() is None or dist.is_initialized():
+    if _process is not None or dist.is_initialized():
         return
     variables = environment.snapshot()
     try:
