@@ -176,6 +176,27 @@ def test_nothing_is_written_to_what_has_taken_the_lines_number(tmp_path: Path) -
     assert (tmp_path / "own").read_text() == ""
 
 
+def test_who_waits_for_a_worker_is_called_in_each_that_a_fork_becomes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_line, "_held", None)
+    monkeypatch.setattr(supervisor_line, "_awaited", [])
+    called: list[int | None] = []
+    supervisor_line.when_held(lambda: called.append(supervisor_line.held()))
+    assert called == []
+    read, write = os.pipe()
+    try:
+        supervisor_line.hold(read)
+        assert called == [read]
+        supervisor_line.when_held(lambda: called.append(-1))
+        assert called == [read, -1]
+        supervisor_line.hold(write)  # as in a fork that is a worker of another job
+        assert called == [read, -1, write, -1]
+    finally:
+        os.close(read)
+        os.close(write)
+
+
 @contextlib.contextmanager
 def held(line: int) -> Iterator[None]:
     """As in a worker."""

@@ -21,10 +21,9 @@ def hold(fd: int) -> None:
 
 
 def when_held(function: Callable[[], None]) -> None:
-    """Call this now, if this process is a worker; else in each fork of it that becomes one, before any other code of its script."""
-    if held() is None:
-        _awaited.append(function)
-    else:
+    """Call this now, if this process is a worker, and in each fork of it that becomes one, before any other code of its script."""
+    _awaited.append(function)
+    if held() is not None:
         function()
 
 

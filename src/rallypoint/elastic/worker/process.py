@@ -54,6 +54,7 @@ class KeptProcess:
         takes_over: bool,
         is_spare: bool = False,
     ) -> None:
+        self.pid = os.getpid()
         self.generation = generation
         self.node = node
         self.nodes = nodes
@@ -248,7 +249,7 @@ def begin() -> None:
 
 def _begin() -> None:
     global _process  # noqa: PLW0603  one process is one worker
-    if _process is not None or dist.is_initialized():
+    if current() is not None or dist.is_initialized():
         return
     variables = environment.snapshot()
     try:
@@ -271,4 +272,5 @@ def is_worker() -> bool:
 
 def current() -> KeptProcess | None:
     """This process as a worker that can be kept; None in any other."""
-    return _process if is_worker() else None
+    is_own = _process is not None and _process.pid == os.getpid()
+    return _process if is_own and is_worker() else None
