@@ -149,6 +149,13 @@ def test_who_goes_on_in_another_number(why, records, workers, found):
     assert Kept.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
+def test_whose_records_newcomers_rely_on():
+    kept = Kept(keepers=frozenset({1, 2, 3}), replaced=0, port=0)
+    assert [kept.relies_on(rank, 4) for rank in (1, 2, 3)] == [True, False, True]
+    assert not Kept(keepers=frozenset({1, 2}), replaced=0, port=29500).relies_on(1, 3)
+    assert Kept(keepers=frozenset({0, 1, 2}), replaced=0, port=0, first=(2, 2)).relies_on(1, 3)
+
+
 def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():
     told = {"resizes": True, "first": (2, 2, 1, 1)}
     kept, _ = decide(

@@ -953,6 +953,27 @@ def test_why_a_round_keeps_nobody_is_what_the_round_says():
     assert (none.state.aim, none.state.not_replaced) == (Aim.RESTART, why)
 
 
+def test_who_alone_has_what_newcomers_need_must_not_lose_it_on_the_way():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    lost = policy.decide(0.1, held, WorkerEnded(1, failed=True)).state
+    # Others have it, too.
+    assert policy.decide(0.2, lost, kept_round()).state.phase is Phase.RUNNING
+    gone = policy.decide(0.2, lost, kept_round(relied_on=True))
+    assert gone.commands[0] == TellPeers("not kept")
+    assert gone.state.aim is Aim.RESTART
+    assert "run the script's set-up" in gone.state.not_replaced
+
+
+def test_until_all_have_met_the_loss_of_who_has_it_starts_all_anew():
+    held = policy.decide(0.0, on_three_nodes(max_restarts=3), PeerLost(2)).state
+    met = policy.decide(0.1, held, kept_round(relied_on=True)).state
+    assert met.phase is Phase.RUNNING
+    lost = policy.decide(0.2, met, WorkerEnded(1, failed=True)).state
+    assert (lost.phase, lost.aim) == (Phase.STOPPING, Aim.RESTART)
+    passed_on = policy.decide(0.2, met, SessionMet()).state
+    assert policy.decide(0.3, passed_on, WorkerEnded(1, failed=True)).state.phase is Phase.RUNNING
+
+
 @pytest.mark.parametrize(
     ("why", "before", "event"),
     [

@@ -575,6 +575,8 @@ class Supervisor:
                             bare,
                             event.node_rank in bare,
                             event.not_kept,
+                            event.kept is not None
+                            and event.kept.relies_on(event.node_rank, len(event.workers_of_nodes)),
                         )
                     )
                 case ServeStore():
@@ -749,6 +751,8 @@ class Supervisor:
             case "kept recovered":
                 self._kept.note_recovery(record, len(self._now.state.running))
                 self._decide(policy.SessionMet())
+            case "kept holds":
+                worker.holds = True
             case "kept fixed":
                 self._decide(policy.SessionFixed())
             case "kept left":

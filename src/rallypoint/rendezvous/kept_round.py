@@ -34,7 +34,7 @@ class Held:
         workers: number of workers of each node, by rank, in that round.
         replaced: how many were replaced since their session began, as far as this node knows.
         has_state: whether any of them is in the session, not only about to enter it.
-        has_records: whether all of them are, so that no record of theirs, and no copy that they have, is missing.
+        has_records: whether all of them are, and no record of theirs, and no copy that they are to have, is missing.
         port: of their store, on node 0.
         resizes: they can go on with another number of ranks.
         first: number of workers of each node in the session's first round; empty: as ``workers``.
@@ -104,6 +104,16 @@ class Kept:
     before: tuple[int, ...] = ()
     were: tuple[int, ...] = ()
     bare: frozenset[int] = frozenset()
+
+    def relies_on(self, rank: int, count: int) -> bool:
+        """Whether newcomers may find records of the script's set-up with this node alone: the store that had them is lost.
+
+        Args:
+            rank: of the node.
+            count: of nodes in the round.
+        """
+        neighbours = {(rank - 1) % count, (rank + 1) % count}
+        return not self.port and (bool(self.first) or not neighbours <= self.keepers)
 
     def to_json(self) -> dict[str, Any]:
         lists = {

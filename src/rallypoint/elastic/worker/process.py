@@ -159,6 +159,7 @@ class KeptProcess:
                 if value is not None:
                     self._known[key] = value
         self._holds = holds
+        self.link.tell({"kind": "kept holds"})
 
     def _store_again(self, host: str, port: int) -> None:
         """The store was lost with its node: store in another one what newcomers need."""

@@ -86,7 +86,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
                 why = sessions.why_not_replaced(now, state, event)
                 if not why:
                     return sessions.lose_worker(now, state, index)
-                if index in state.running:
+                if index in state.running and state.phase is Phase.RUNNING:
                     state = with_reason(state, why)
             return _worker_ended(now, state, index, failed, symptom)
         case SessionEntered(index, sharded, resizes):
@@ -99,7 +99,8 @@ def decide(now: float, state: State, event: Event) -> Decision:
         case SessionFixed():
             return Decision(replace(state, resizes=False), (), "the number of ranks is fixed")
         case SessionMet():
-            return Decision(replace(state, comes=False), (), "the workers of all nodes have met")
+            new = replace(state, comes=False, relied_on=False)
+            return Decision(new, (), "the workers of all nodes have met")
         case SessionLeft(index):
             return sessions.leave(now, state, index)
         case NodeInSession(node_rank, False) if state.comes and state.phase is Phase.RUNNING:
@@ -214,7 +215,13 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
 
 
 def _meet_again(state: State, why: str) -> Decision:
-    new = replace(state, phase=Phase.REJOINING, is_joining=True, verdict=Verdict.CHANGED)
+    new = replace(
+        state,
+        phase=Phase.REJOINING,
+        is_joining=True,
+        verdict=Verdict.CHANGED,
+        said_whole=not (state.lost or state.arriving),
+    )
     join = Join(state.generation + 1, state.restarts, Verdict.CHANGED)
     return Decision(new, (HoldWorkers(), join), f"{why}; the workers are held")
 

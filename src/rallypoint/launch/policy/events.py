@@ -22,6 +22,7 @@ class RoundFormed:
         is_bare: and of those.
         replaced: how many workers were replaced since the session began, if any node keeps its own.
         not_kept: why all start anew although some held their workers, in words.
+        relied_on: newcomers may find what they need to run the script's set-up with this node alone.
         grows: this node's workers come in addition to those that are kept: they take nobody's place.
     """
 
@@ -38,6 +39,7 @@ class RoundFormed:
     bare: frozenset[int] = frozenset()
     is_bare: bool = False
     not_kept: str = ""
+    relied_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from .state import Aim, Phase, State, Verdict
 LEFTOVER_GRACE = 1.0
 # Why nobody's worker is kept.
 OVER = "another worker has left the session"
+RECORDS_LOST = "what newcomers need to run the script's set-up may be lost with it, and is with the store that had it"
 # The workers are asked a second time this long before the moment ends.
 ANSWER_TIME = 0.3
 
@@ -64,6 +65,7 @@ def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
         without_survivors=frozenset(),
         said_in_session=False,
         comes=False,
+        relied_on=False,
         is_joining=False,
         formed=None,
     )
@@ -109,7 +111,9 @@ def with_reason(state: State, why: str) -> State:
 def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
     why = f"round {event.generation} formed"
     spent = event.restarts > state.max_restarts
-    if event.keepers is None or not event.is_keeper or spent or state.has_left:
+    relied_on = event.relied_on and state.said_whole
+    gone = relied_on and bool(state.lost)
+    if event.keepers is None or not event.is_keeper or spent or state.has_left or gone:
         why = f"{why}, and the workers cannot be kept"
         state = with_reason(state, _why_none_is_kept(state, event))
         if not event.is_keeper:
@@ -132,6 +136,7 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
         arriving=state.arriving.union(lost),
         lost=state.lost.difference(lost),
         is_joining=False,
+        relied_on=relied_on,
     )
     return Decision(new, (KeepWorkers(lost), *tells), f"{why}: the workers keep what they have")
 
@@ -141,6 +146,8 @@ def _why_none_is_kept(state: State, event: RoundFormed) -> str:
         return OVER
     if event.restarts > state.max_restarts:
         return f"--max-restarts is used up ({state.max_restarts})"
+    if event.relied_on and state.said_whole and state.lost:
+        return RECORDS_LOST
     return event.not_kept or "this node came to the round without its workers"
 
 

@@ -9,7 +9,7 @@ from rallypoint._core.rank_words import in_words, numbers_in_words
 
 from .commands import Decision, Replace, TellLoss, TellPeers
 from .events import LossTold, WorkerEnded
-from .generations import OVER, after_failure, stop, with_reason
+from .generations import OVER, RECORDS_LOST, after_failure, stop, with_reason
 from .state import Phase, State
 
 
@@ -34,6 +34,7 @@ def why_not_replaced(now: float, state: State, lost: WorkerEnded) -> str:
         (state.max_losses == 0, "--max-losses is 0"),
         (count >= state.max_losses, limit),
         (state.has_left, OVER),
+        (state.relied_on and lost.index in state.kept, RECORDS_LOST),
         *_outside(state, others),
         (nobody, _NOBODY),
     )

@@ -74,6 +74,8 @@ class State:
         is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
         resizes: all workers of this node that are in the session can go on with another number of ranks.
         comes: the workers of this node are to come to a session that is under way, and have not met the others.
+        said_whole: as the nodes were to meet again, this node had lost no worker.
+        relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on.
         is_extra: they take nobody's place: the others go on without them.
         is_joining: this node is to be in the next round already, while it ends its workers.
         formed: that round, if it has formed meanwhile.
@@ -116,6 +118,8 @@ class State:
     is_sharded: bool = False
     resizes: bool = False
     comes: bool = False
+    said_whole: bool = False
+    relied_on: bool = False
     is_extra: bool = False
     is_joining: bool = False
     formed: RoundFormed | None = None

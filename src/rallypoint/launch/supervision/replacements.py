@@ -126,7 +126,7 @@ class Replacements:
             workers=ready.workers_of_nodes,
             replaced=state.replaced,
             has_state=bool(state.kept & state.running),
-            has_records=not (state.arriving or state.lost),
+            has_records=not state.lost and all(each.holds for each in self._now.workers),
             port=ready.master_port,
             resizes=state.resizes and self._config.world_size is None,
             first=first,
