@@ -65,17 +65,27 @@ dist.destroy_process_group()
 """
 
 
-class Node:
-    """One `rally run`, and what it says."""
+SLOW = """
+import pathlib, time
+while pathlib.Path("slow").exists():
+    time.sleep(0.05)
+"""
 
-    def __init__(self, folder: Path, port: int, spares: int = 1) -> None:
+
+class Node:
+    """One `rally run`, and what it says. With ``slow``, its fork server imports for as long as there is a file of that name."""
+
+    def __init__(self, folder: Path, port: int, spares: int = 1, *, slow: bool = False) -> None:
         flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", str(spares)]
         flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "lost", "--insecure"]
         flags += ["--rdzv-conf", "join_timeout=300", "--max-losses", "100"]
+        flags += ["--preload", "imports_slowly"] * slow
         script = [str(folder / "train.py"), str(folder)]
         self.process = Popen(
             [sys.executable, "-m", "rallypoint", "run", *flags, *script],
             cwd=folder,
+            forked=not slow,
+            env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -105,11 +115,12 @@ class Node:
 class Job:
     def __init__(self, folder: Path) -> None:
         (folder / "train.py").write_text(SCRIPT)
+        (folder / "imports_slowly.py").write_text(SLOW)
         self.folder, self.port = folder, free_port()
         self.nodes: list[Node] = []
 
-    def start(self, spares: int = 1) -> Node:
-        self.nodes.append(Node(self.folder, self.port, spares))
+    def start(self, spares: int = 1, *, slow: bool = False) -> Node:
+        self.nodes.append(Node(self.folder, self.port, spares, slow=slow))
         return self.nodes[-1]
 
     def begin(self, spares: int = 1) -> Node:
@@ -291,5 +302,30 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
     after = job.trains_again() if num_kept else job.begins_anew(before)
     kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
     assert len(kept) == num_kept, str(job)
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)
+
+
+def test_a_node_is_lost_while_the_workers_of_another_one_are_yet_to_be_started(job: Job) -> None:
+    job.begin(spares=0)
+    for _ in range(NODES - 1):
+        job.start(spares=0)
+    job.trains(beyond=5)
+    before = job.progress()
+    ranks = {job.worker(node)["rank"]: node for node in job.living}
+    (job.folder / "slow").touch()
+    stays = ranks[0]
+    for rank in (2, 3):
+        ranks[rank].process.send_signal(signal.SIGKILL)
+        ranks[rank].process.wait()
+        job.start(spares=0, slow=rank == 2)
+        told = f"takes its place (rank {rank})"
+        wait_until(
+            lambda text=told: stays.counts(text), f"the others meet the node of rank {rank}", 60
+        )
+    (job.folder / "slow").unlink()
+    after = job.trains_again()
+    kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
+    assert kept == [0, 1], str(job)
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)

@@ -682,6 +682,8 @@ class Supervisor:
     def _keep(self, lost: Sequence[int]) -> None:
         """The nodes have met again after the loss of one: the workers of this node continue."""
         why, self._causes.lost = self._causes.lost or "a node is lost", ""
+        if self._start_is_due:
+            return  # the fork server still imports: they are started for this round
         self._signals.peers_stop = False
         self._causes.of_peers = ()
         ready = self._now.round

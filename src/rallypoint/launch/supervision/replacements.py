@@ -126,7 +126,9 @@ class Replacements:
             workers=ready.workers_of_nodes,
             replaced=state.replaced,
             has_state=bool(state.kept & state.running),
-            has_records=not state.lost and all(each.holds for each in self._now.workers),
+            # A worker that the fork server has not started yet holds none.
+            has_records=state.running
+            == {index for index, each in enumerate(self._now.workers) if each.holds},
             port=ready.master_port,
             resizes=state.resizes and self._config.world_size is None,
             first=first,
