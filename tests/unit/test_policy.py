@@ -948,6 +948,10 @@ def test_a_node_that_could_not_keep_its_workers_is_named_as_the_reason():
 
 def test_why_a_round_keeps_nobody_is_what_the_round_says():
     held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
+    # That there is another loss meanwhile is no reason.
+    held = policy.decide(0.05, held, PeerLost(1)).state
+    held = policy.decide(0.06, held, WorkerEnded(1, failed=True)).state
+    assert not held.not_replaced
     why = "6 ranks would become 4, for which the session must start anew"
     none = policy.decide(0.1, held, kept_round(keepers=None, is_keeper=False, not_kept=why))
     assert (none.state.aim, none.state.not_replaced) == (Aim.RESTART, why)

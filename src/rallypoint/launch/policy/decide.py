@@ -86,7 +86,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
                 why = sessions.why_not_replaced(now, state, event)
                 if not why:
                     return sessions.lose_worker(now, state, index)
-                if index in state.running and state.phase is Phase.RUNNING:
+                if index in state.running:
                     state = with_reason(state, why)
             return _worker_ended(now, state, index, failed, symptom)
         case SessionEntered(index, sharded, resizes):

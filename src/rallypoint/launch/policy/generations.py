@@ -103,7 +103,7 @@ def _formed_early(state: State, event: RoundFormed) -> Decision:
 def with_reason(state: State, why: str) -> State:
     """Remember why a lost worker is not replaced. The first reason counts, and none in a job without sessions."""
     seen = state.kept | state.arriving | state.lost | state.in_session
-    if state.phase not in {Phase.RUNNING, Phase.REJOINING} or not (seen or state.has_left):
+    if state.phase is not Phase.RUNNING or not (seen or state.has_left):
         return state
     return replace(state, not_replaced=state.not_replaced or why)
 
@@ -115,7 +115,7 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
     gone = relied_on and bool(state.lost)
     if event.keepers is None or not event.is_keeper or spent or state.has_left or gone:
         why = f"{why}, and the workers cannot be kept"
-        state = with_reason(state, _why_none_is_kept(state, event))
+        state = replace(state, not_replaced=_why_none_is_kept(state, event))
         if not event.is_keeper:
             return stop(now, replace(state, formed=event), Aim.RESTART, why, tell=None)
         new = replace(state, is_joining=False, generation=event.generation, serves=event.serves)
