@@ -257,7 +257,8 @@ def main() -> int:
     options = parser.parse_args()
     if not available():
         raise SystemExit("needs root and iproute2")
-    steps = max(100, options.faults * 20) // 50 * 50
+    # Some three steps are completed between two faults. A few more, so that the job does not end before the last one.
+    steps = max(100, options.faults * 6 // 50 * 50)
     progress = Progress(options.faults + 1)
     progress.step("a run without a loss")
     calm = run(options, steps, 0, progress)

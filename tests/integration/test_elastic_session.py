@@ -397,6 +397,27 @@ def test_of_those_that_wait_for_a_newcomer_only_one_that_stopped_meanwhile_is_en
     assert [end["recoveries"] for end in ends] == [1, 1, 1], "in one meeting"
 
 
+NEEDS_ANOTHER = """
+(FOLDER / f"{rank} is {os.getpid()}").touch()
+if rank == 1 and os.environ.get("RALLY_TAKES_OVER"):
+    [other] = FOLDER.glob("2 is *")
+    os.kill(int(other.name.split()[-1]), signal.SIGSTOP)
+    while len(list(FOLDER.glob("2 is *"))) == 1:  # until another process takes its place
+        time.sleep(0.02)
+while (FOLDER / "wait")"""
+
+
+def test_a_worker_that_hangs_is_ended_while_the_set_up_of_a_newcomer_waits_for_it(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    script = SCRIPT.replace('\nwhile (FOLDER / "wait")', NEEDS_ANOTHER)
+    faults = [(3, 1, "forward")]
+    done, ends = trained(tmp_path / "job", faults, "--step-timeout", "2", script=script)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert "rank 2 hung; another process takes its place" in done.stderr
+
+
 def test_a_worker_that_raises_is_replaced_once(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from mmap import mmap
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 from hypothesis import given, strategies as st
 
+from rallypoint._core import progress
 from rallypoint._core.progress import COUNTED_FROM
 from rallypoint.launch.coordination import step_tables
-from rallypoint.launch.policy import Phase
+from rallypoint.launch.policy import Phase, State
 from rallypoint.launch.supervision.hung_workers import HungWorkers
 from rallypoint.launch.watching.step_watch import Standstill, StepWatch, behind
 
@@ -79,6 +83,36 @@ def test_a_node_whose_workers_have_not_begun_takes_no_part():
     now = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, replaced=0))
     hung = HungWorkers(config, Mock(), Mock(), now, Mock())  # type: ignore[arg-type]
     hung.hear_of_standstill(1, 0, {2: {ALL: 3}})
+
+
+def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_its_way():
+    """What that one waits for may be held by a worker of another node that hangs."""
+    memory = os.memfd_create("progress")
+    os.truncate(memory, progress.SIZE)
+    with mmap(memory, progress.SIZE) as written:
+        progress.Progress(written).restart(["all"], place=7)
+        workers = [
+            SimpleNamespace(ranks=SimpleNamespace(rank=rank), memory_fd=memory) for rank in (2, 3)
+        ]
+        state = State(
+            max_restarts=0,
+            grace=1.0,
+            phase=Phase.RUNNING,
+            running=frozenset({0, 1}),
+            kept=frozenset({0}),
+            arriving=frozenset({1}),
+        )
+        others = Mock()
+        now = SimpleNamespace(state=state, workers=workers)
+        config = SimpleNamespace(step_timeout=1e-9, num_nodes=2)
+        hung = HungWorkers(config, others, Mock(), now, Mock())  # type: ignore[arg-type]
+        hung.begin(SimpleNamespace(workers_of_nodes=(2, 2), generation=0))  # type: ignore[arg-type]
+        hung._look(0)
+        now.state = replace(state, arriving=frozenset())  # not all workers are to be in a session
+        hung._look(0)
+    os.close(memory)
+    (told,) = others.tell_standstill.call_args_list
+    assert told.args == (0, 0, {2: {COUNTED_FROM: 7, progress.key_of("all"): 0}})
 
 
 @given(

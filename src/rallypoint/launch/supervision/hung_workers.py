@@ -77,14 +77,18 @@ class HungWorkers:
                 self.hear_of_standstill(0, state.replaced, tables)
 
     def _progress(self) -> Tables | None:
-        """How far the workers of this node are; None unless all are in a session."""
+        """How far the workers of this node are that are in a session; None unless all are, or are on their way to it.
+
+        Those on their way need not be slow of themselves: what they wait for may be held by a worker that hangs.
+        """
         state = self._now.state
-        if state.arriving or state.lost or not state.running or not state.running <= state.kept:
+        if state.lost or not state.running or not state.running <= state.kept | state.arriving:
             return None
+        # The memory of one that is on its way still says how far the lost one was.
         return {
             worker.ranks.rank: progress.read(worker.memory_fd)
-            for worker in self._now.workers
-            if worker.memory_fd is not None
+            for index, worker in enumerate(self._now.workers)
+            if index in state.kept and worker.memory_fd is not None
         }
 
     def hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
