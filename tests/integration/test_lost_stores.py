@@ -48,7 +48,7 @@ def over():
     dist.all_reduce(stop)
     return stop.item() > 0
 
-with elastic.session(net, optimizer) as session:
+with elastic.session(net, optimizer, copies=int(sys.argv[2])) as session:
     rank, done = dist.get_rank(), False
     while not done:
         if session.position % 6 == 5:
@@ -75,12 +75,14 @@ while pathlib.Path("slow").exists():
 class Node:
     """One `rally run`, and what it says. With ``slow``, its fork server imports for as long as there is a file of that name."""
 
-    def __init__(self, folder: Path, port: int, spares: int = 1, *, slow: bool = False) -> None:
+    def __init__(
+        self, folder: Path, port: int, copies: int, spares: int = 1, *, slow: bool = False
+    ) -> None:
         flags = ["--nnodes", f"{NODES}:{NODES}", "--nproc-per-node", "1", "--spares", str(spares)]
         flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "lost", "--insecure"]
         flags += ["--rdzv-conf", "join_timeout=300", "--max-losses", "100"]
         flags += ["--preload", "imports_slowly"] * slow
-        script = [str(folder / "train.py"), str(folder)]
+        script = [str(folder / "train.py"), str(folder), str(copies)]
         self.process = Popen(
             [sys.executable, "-m", "rallypoint", "run", *flags, *script],
             cwd=folder,
@@ -117,10 +119,11 @@ class Job:
         (folder / "train.py").write_text(SCRIPT)
         (folder / "imports_slowly.py").write_text(SLOW)
         self.folder, self.port = folder, free_port()
+        self.copies = 2
         self.nodes: list[Node] = []
 
     def start(self, spares: int = 1, *, slow: bool = False) -> Node:
-        self.nodes.append(Node(self.folder, self.port, spares, slow=slow))
+        self.nodes.append(Node(self.folder, self.port, self.copies, spares, slow=slow))
         return self.nodes[-1]
 
     def begin(self, spares: int = 1) -> Node:
@@ -275,11 +278,16 @@ def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(j
     wait_until(lambda: not job.living, "the job ends", 60)
 
 
-@pytest.mark.parametrize(("behind", "num_kept"), [(2, NODES - 2), (1, 0)], ids=["apart", "next"])
+@pytest.mark.parametrize(
+    ("behind", "copies", "num_kept"),
+    [(2, 2, NODES - 2), (1, 2, 0), (1, 3, NODES - 2)],
+    ids=["apart", "next", "next, with more copies"],
+)
 def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
-    job: Job, behind: int, num_kept: int
+    job: Job, behind: int, copies: int, num_kept: int
 ) -> None:
-    """Its set-up needs the store, so another one takes its place. If the lost node's record was its, all start anew."""
+    """Its set-up needs the store, so another one takes its place. If only it had the lost node's record, all start anew."""
+    job.copies = copies
     job.begin(spares=0)
     for _ in range(NODES - 1):
         job.start(spares=0)

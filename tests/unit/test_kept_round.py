@@ -41,6 +41,24 @@ RESTARTS = {"last_rank": 1, "facts": {}}
             {1, 2, 3},
         ),
         (
+            "nobody has the record of node 1, the store's node is lost with two others",
+            [NEW, NEW, NEW, member(3, **FOUR)],
+            [1, 1, 1, 1],
+            None,
+        ),
+        (
+            "two nodes have copies of each node's records",
+            [NEW, NEW, member(2, copies=3, **FOUR), member(3, copies=3, **FOUR)],
+            [1, 1, 1, 1],
+            {2, 3},
+        ),
+        (
+            "three nodes are lost, which two copies do not survive",
+            [NEW, NEW, NEW, member(3, copies=3, **FOUR)],
+            [1, 1, 1, 1],
+            None,
+        ),
+        (
             "so are workers of all nodes, and the store is there",
             [member(0, has_records=False), member(1, has_records=False), NEW],
             [2, 2, 1],
@@ -152,6 +170,10 @@ def test_who_goes_on_in_another_number(why, records, workers, found):
 def test_whose_records_newcomers_rely_on():
     kept = Kept(keepers=frozenset({1, 2, 3}), replaced=0, port=0)
     assert [kept.relies_on(rank, 4) for rank in (1, 2, 3)] == [True, False, True]
+    more = Kept(keepers=frozenset({1, 2, 3}), replaced=0, port=0, copies=3)
+    assert not any(more.relies_on(rank, 4) for rank in (1, 2, 3))
+    fewer = Kept(keepers=frozenset({2, 3}), replaced=0, port=0, copies=3)
+    assert [fewer.relies_on(rank, 4) for rank in (2, 3)] == [True, True]
     assert not Kept(keepers=frozenset({1, 2}), replaced=0, port=29500).relies_on(1, 3)
     assert Kept(keepers=frozenset({0, 1, 2}), replaced=0, port=0, first=(2, 2)).relies_on(1, 3)
 

@@ -9,8 +9,9 @@ from rallypoint.elastic.replication.partners import guests, hosts, partners
 
 def test_partners_are_on_the_next_node():
     assert partners([0, 0, 1, 1, 2]) == (2, 3, 4, 4, 0)
-    assert guests([0, 0, 1, 1, 2], 4) == (2, 3)
-    assert guests([0, 0, 1, 1, 2], 1) == ()
+    assert guests([0, 0, 1, 1, 2], 4, 2) == (2, 3)
+    assert guests([0, 0, 1, 1, 2], 1, 2) == ()
+    assert guests([0, 0, 1, 1, 2], 4, 3) == (0, 1, 2, 3)
 
 
 def test_one_node_has_nowhere_to_keep_anything():
@@ -25,8 +26,8 @@ def test_every_rank_has_one_partner_and_it_is_elsewhere(nodes):
     for rank, partner in enumerate(found):
         assert partner is not None
         assert nodes[partner] != nodes[rank]
-        assert rank in guests(nodes, partner)
-    assert sum(len(guests(nodes, rank)) for rank in range(len(nodes))) == len(nodes)
+        assert rank in guests(nodes, partner, 2)
+    assert sum(len(guests(nodes, rank, 2)) for rank in range(len(nodes))) == len(nodes)
 
 
 def test_copies_are_on_the_next_nodes_one_on_each():

@@ -48,7 +48,8 @@ class Worker:
         takes_over: it took the place of a lost one.
         store: the workers' store that it was started with; until it is in its session, it needs this one.
         in_session: it can be kept if another worker is lost.
-        holds: and has the records of the set-up that it is to have, should the store that has them be lost.
+        record_copies: and has the records of the set-up that it is to have, should the store that has them be lost: how many nodes are
+            to have each. 0: it does not have them yet.
         saves: it takes a last checkpoint if the job is told to stop.
         hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
@@ -71,7 +72,7 @@ class Worker:
     takes_over: bool = False
     store: str = ""
     in_session: bool = False
-    holds: bool = False
+    record_copies: int = 0
     saves: bool = False
     hung: str = ""
     failed_at: int = -1

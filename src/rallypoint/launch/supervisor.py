@@ -754,7 +754,7 @@ class Supervisor:
                 self._kept.note_recovery(record, len(self._now.state.running))
                 self._decide(policy.SessionMet())
             case "kept holds":
-                worker.holds = True
+                worker.record_copies = int(record["copies"])
             case "kept fixed":
                 self._decide(policy.SessionFixed())
             case "kept left":

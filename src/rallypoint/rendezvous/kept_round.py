@@ -8,9 +8,9 @@ Workers whose session can go on with another number of ranks (*resizes*) also co
 their ranks: each gets a new rank.
 
 A new worker runs the script's set-up with the ranks of the session's *first* round, as all others have, in the place of one that
-was there then (its node's *origin*). The set-up of each is recorded in the workers' store, on node 0, and the next node has a copy of
-each node's records. If the store is lost together with a node and the next one, nobody has them, and all workers start anew. A
-worker that takes a lost one's place has no records until it is in the session.
+was there then (its node's *origin*). The set-up of each is recorded in the workers' store, on node 0, and the next nodes have copies of
+each node's records: by default, one of them. If the store is lost together with a node and all of these, nobody has them, and all
+workers start anew. A worker that takes a lost one's place has no records until it is in the session.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Held:
         replaced: how many were replaced since their session began, as far as this node knows.
         has_state: whether any of them is in the session, not only about to enter it.
         has_records: whether all of them are, and no record of theirs, and no copy that they are to have, is missing.
+        copies: how many nodes are to have the records of each node, itself among them; 0: unknown.
         port: of their store, on node 0.
         resizes: they can go on with another number of ranks.
         first: number of workers of each node in the session's first round; empty: as ``workers``.
@@ -46,6 +47,7 @@ class Held:
     replaced: int = 0
     has_state: bool = True
     has_records: bool = True
+    copies: int = 2
     port: int = 0
     resizes: bool = False
     first: tuple[int, ...] = ()
@@ -58,6 +60,7 @@ class Held:
             "replaced": self.replaced,
             "has_state": self.has_state,
             "has_records": self.has_records,
+            "copies": self.copies,
             "port": self.port,
             **({"resizes": True} if self.resizes else {}),
             **({"first": list(self.first), "origin": self.origin} if self.first else {}),
@@ -74,6 +77,7 @@ class Held:
             replaced=fields.number(held.get("replaced")),
             has_state=held.get("has_state") is True,
             has_records=held.get("has_records") is True,
+            copies=fields.number(held.get("copies")),
             port=fields.number(held.get("port")),
             resizes=held.get("resizes") is True,
             first=_numbers(held.get("first")),
@@ -90,6 +94,7 @@ class Kept:
         bare: those of them none of whose workers is in the session: what they run takes lost places, and has no state yet.
         replaced: how many workers were replaced since the session began: the most that any of them knows of.
         port: of the workers' store on node 0; 0 if node 0 has to serve another one.
+        copies: how many nodes are to have the records of each node.
         first: number of workers of each node in the session's first round; empty: as in this one, and so are all ranks.
         origins: by rank of the node, the one in the first round whose set-up its workers run, or have run.
         before: number of workers of each node in the last round, if ranks have changed since; else empty.
@@ -99,6 +104,7 @@ class Kept:
     keepers: frozenset[int]
     replaced: int
     port: int
+    copies: int = 2
     first: tuple[int, ...] = ()
     origins: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
@@ -112,8 +118,10 @@ class Kept:
             rank: of the node.
             count: of nodes in the round.
         """
-        neighbours = {(rank - 1) % count, (rank + 1) % count}
-        return not self.port and (bool(self.first) or not neighbours <= self.keepers)
+        if self.port:
+            return False
+        holders = (_holders(node, self.copies, count) for node in range(count))
+        return bool(self.first) or any(each & self.keepers == {rank} for each in holders)
 
     def to_json(self) -> dict[str, Any]:
         lists = {
@@ -127,6 +135,7 @@ class Kept:
             "keepers": sorted(self.keepers),
             "replaced": self.replaced,
             "port": self.port,
+            "copies": self.copies,
             **{name: list(each) for name, each in lists.items() if each},
         }
 
@@ -139,6 +148,7 @@ class Kept:
             keepers=frozenset(fields.number(each) for each in kept["keepers"]),
             replaced=fields.number(kept.get("replaced")),
             port=fields.number(kept.get("port")),
+            copies=fields.number(kept.get("copies")),
             first=_numbers(kept.get("first")),
             origins=_numbers(kept.get("origins")),
             before=_numbers(kept.get("before")),
@@ -208,6 +218,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tupl
         keepers=frozenset(keepers),
         replaced=max(each.replaced for _, each in keepers.values()),
         port=keepers[0][1].port if has_store else 0,
+        copies=_copies(keepers),
         first=() if is_first else first or before,
         origins=() if is_first else origins,
         before=() if stays else before,
@@ -229,8 +240,9 @@ def _origins(
     count = len(workers)
     if stays and not first:
         whole = {node for node, (_, each) in keepers.items() if each.has_records}
-        pairs_lost = any(not {node, (node + 1) % count} & whole for node in range(count))
-        return None if pairs_lost and not has_store else tuple(range(count))
+        copies = _copies(keepers)
+        is_lost = any(not _holders(node, copies, count) & whole for node in range(count))
+        return None if is_lost and not has_store else tuple(range(count))
     # A new node's workers do what those of another one have done: each of their groups has all ranks, and gives them the same.
     of_keepers = {rank: each.origin if first else last for rank, (last, each) in keepers.items()}
     known = {
@@ -243,6 +255,16 @@ def _origins(
         for rank in range(count)
     ]
     return None if -1 in found else tuple(found)
+
+
+def _holders(node: int, copies: int, count: int) -> frozenset[int]:
+    """The nodes that are to have the records of a node."""
+    return frozenset((node + distance) % count for distance in range(min(max(1, copies), count)))
+
+
+def _copies(keepers: Mapping[int, tuple[int, Held]]) -> int:
+    """How many nodes are to have the records of each node, as far as any knows."""
+    return min((each.copies for _, each in keepers.values() if each.copies), default=1)
 
 
 def _numbers(value: object, least: int = 0) -> tuple[int, ...]:

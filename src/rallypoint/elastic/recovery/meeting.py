@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 PATIENCE = 10.0
 # Seconds to wait for the others after a loss: a newcomer runs the script's set-up first.
 MEETING = 3600.0
+# How many nodes keep the record of each rank's set-up, where nothing else is kept on other nodes.
+RECORD_COPIES = 2
 # What a lost peer looks like to the caller of a collective.
 _SIGNS = (
     *("connection closed by peer", "connection reset", "broken pipe", "connection refused"),
@@ -341,7 +343,9 @@ class Meeting:
         told = wiring.wait_all(places, MEETING)
         standings = [Standing.from_json(json.loads(each)) for each in told]
         self._kept.hold_records(
-            [each.node for each in standings], [each.groups for each in standings]
+            [each.node for each in standings],
+            [each.groups for each in standings],
+            RECORD_COPIES if copies is None else copies.count,
         )
         return standings
 

@@ -44,7 +44,7 @@ class Copies:
         self.guests = Guests(fd, rank, size)
         self._fd = fd
         self._rank = rank
-        self._count = count
+        self.count = count
         self._generation = -1
         self._store_host = ""
         self._doors: dict[int, Door] = {}  # of the partners
@@ -73,7 +73,7 @@ class Copies:
             doors: of each rank.
         """
         self._generation = generation
-        found = partners.hosts(nodes, self._rank, self._count)
+        found = partners.hosts(nodes, self._rank, self.count)
         self._doors = {rank: door for rank in found if (door := doors[rank]) is not None}
         self._called.clear()
         for rank in self._doors:
@@ -86,7 +86,7 @@ class Copies:
 
     def of(self, nodes: Sequence[int], rank: int) -> tuple[int, ...]:
         """The ranks that keep a rank's copies, by the node of each rank."""
-        return partners.hosts(nodes, rank, self._count)
+        return partners.hosts(nodes, rank, self.count)
 
     def cut(self, generation: int) -> None:
         """From any thread: a loss, and the others meet in this generation. Nobody waits for older connections any more."""

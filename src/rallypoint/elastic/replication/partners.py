@@ -42,6 +42,12 @@ def hosts(nodes: Sequence[int], rank: int, copies: int) -> tuple[int, ...]:
     return tuple(each for each in found if each is not None)
 
 
-def guests(nodes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The ranks whose partner a rank is."""
-    return tuple(guest for guest, partner in enumerate(partners(nodes)) if partner == rank)
+def guests(nodes: Sequence[int], rank: int, copies: int) -> tuple[int, ...]:
+    """The ranks whose partner a rank is.
+
+    Args:
+        nodes: the node of each rank.
+        rank: the partner.
+        copies: as for :func:`hosts`.
+    """
+    return tuple(guest for guest in range(len(nodes)) if rank in hosts(nodes, guest, copies))

@@ -136,19 +136,23 @@ class KeptProcess:
         self.groups.observer = None
 
     def hold_records(
-        self, nodes: Sequence[int], groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+        self,
+        nodes: Sequence[int],
+        groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
+        copies: int,
     ) -> None:
         """Know what is to be stored again if the store is lost. Once; all ranks have stored theirs.
 
         Args:
             nodes: of each rank.
             groups: of each rank: names and members.
+            copies: how many nodes are to know each rank's, its own among them.
         """
         if self._holds or len(set(nodes)) < 2:
             return
         holds: tuple[int, ...] = (self._rank,)
         if not self.was_resized:
-            holds = self._rank, *guests(nodes, self._rank)
+            holds = self._rank, *guests(nodes, self._rank, copies)
         records = self._records.store()
         places = [(group.kept_name, group.setup_rank) for group in self.groups]
         for rank in holds[1:]:
@@ -159,7 +163,7 @@ class KeptProcess:
                 if value is not None:
                     self._known[key] = value
         self._holds = holds
-        self.link.tell({"kind": "kept holds"})
+        self.link.tell({"kind": "kept holds", "copies": copies})
 
     def _store_again(self, host: str, port: int) -> None:
         """The store was lost with its node: store in another one what newcomers need."""

@@ -121,14 +121,15 @@ class Replacements:
             return None
         kept = ready.kept
         first = () if kept is None else kept.first
+        copies = [each.record_copies for each in self._now.workers]
         return Held(
             generation=ready.generation,
             workers=ready.workers_of_nodes,
             replaced=state.replaced,
             has_state=bool(state.kept & state.running),
             # A worker that the fork server has not started yet holds none.
-            has_records=state.running
-            == {index for index, each in enumerate(self._now.workers) if each.holds},
+            has_records=state.running == {index for index, each in enumerate(copies) if each},
+            copies=max(copies, default=0),
             port=ready.master_port,
             resizes=state.resizes and self._config.world_size is None,
             first=first,
