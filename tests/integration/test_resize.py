@@ -32,6 +32,8 @@ from rallypoint import elastic
 folder, samples, batch_size, epochs = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.manual_seed(0)
 torch.set_num_threads(1)
+if (folder / "fails").exists():
+    raise ValueError("no data on this node")
 dist.init_process_group("gloo")
 net = DistributedDataParallel(torch.nn.Linear(4, 1).double())
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -247,6 +249,30 @@ def test_a_preempted_node_leaves_and_the_others_go_on(
     it.go_on()
     for node in it.nodes:
         node.wait(120)
+    check(it, tmp_path)
+
+
+def test_a_node_whose_workers_fail_leaves_and_others_may_come(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    it = job(1, 3)
+    it.hold_at(20)
+    it.start()
+    it.wait(lambda: len(it.at(20)) == 2, "two ranks train")
+    before = set(it.steps())
+    (tmp_path / "fails").touch()
+    assert it.start().wait(60) == 1
+    failed = "this node failed, and the job goes on without it: rank"
+    assert failed in (tmp_path / "node 1").read_text(), it.output()
+    (tmp_path / "fails").unlink()
+    it.hold_at(40)
+    it.wait(lambda: len(it.at(40)) == 2, "two ranks go on")
+    it.start()
+    it.hold_at(FAR)
+    it.wait(lambda: len(it.steps()) == 4, "four ranks train")
+    assert before < set(it.steps()), it.output()
+    it.go_on()
+    assert [node.wait(120) for node in it.nodes] == [0, 1, 0], it.output()
     check(it, tmp_path)
 
 

@@ -899,9 +899,11 @@ def test_a_node_whose_workers_cannot_come_to_a_session_leaves_the_others_alone()
     failed = policy.decide(0.0, extra(), WorkerEnded(0, failed=True))
     assert failed.commands[0] == TellPeers("leaving")
     assert failed.state.aim is Aim.FAIL
+    assert failed.state.fails_alone
     met = policy.decide(0.0, extra(), SessionMet()).state
     lost = policy.decide(0.0, replace(met, kept=met.running), WorkerEnded(0, failed=True))
     assert lost.commands == (TellLoss(0, survivors=True),)
+    assert not lost.state.fails_alone
 
 
 def test_a_node_that_comes_to_a_session_as_it_ends_ends_well():

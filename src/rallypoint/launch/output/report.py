@@ -54,6 +54,7 @@ class FailureReport:
         slow: ranks of this node that were slow, in words.
         lost_hosts: hosts whose nodes the job has lost.
         engines: what the engines that run this node call the job and the node: by engine, by what it is.
+        ends_job: false if only this node has failed, and the job goes on without it.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -67,6 +68,7 @@ class FailureReport:
     slow: tuple[str, ...] = ()
     lost_hosts: tuple[str, ...] = ()
     engines: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    ends_job: bool = True
 
     @property
     def root_cause(self) -> WorkerFailure | None:
@@ -109,6 +111,7 @@ class FailureReport:
             "slow": list(self.slow),
             "lost_hosts": list(self.lost_hosts),
             "engines": {name: dict(ids) for name, ids in self.engines.items()},
+            "ends_job": self.ends_job,
         }
 
     @classmethod
@@ -127,6 +130,7 @@ class FailureReport:
             not_replaced=record.get("not_replaced", ""),
             lost_hosts=tuple(record.get("lost_hosts", ())),
             engines=record.get("engines", {}),
+            ends_job=record.get("ends_job", True),
         )
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:
@@ -235,21 +239,24 @@ class _Paint:
 
 
 def _headline(report: FailureReport) -> str:
+    failed = "the job failed"
+    if not report.ends_job:
+        failed = "this node failed, and the job goes on without it"
     if report.reason:
-        return f"the job failed: {report.reason}"
+        return f"{failed}: {report.reason}"
     root = report.root_cause
     if root is None:
-        return "the job failed"
+        return failed
     tail = _others(report.victims)
     if not report.is_known:
-        return f"the job failed, cause unknown: rank {root.rank} failed first{tail}"
+        return f"{failed}, cause unknown: rank {root.rank} failed first{tail}"
     by_itself = root.signal is not None and not root.stopped_by_us
     end = f" (signal {root.signal})" if by_itself else ""
     raised = root.raised
     ended_by_it = raised is not None and not (raised.is_exit or raised.exited or raised.handled)
     if root.signal is None and ended_by_it:
         end = f" (exit code {root.exit_code})"
-    return f"the job failed: rank {root.rank} {root.headline()}{end}{tail}"
+    return f"{failed}: rank {root.rank} {root.headline()}{end}{tail}"
 
 
 def _others(victims: Sequence[WorkerFailure]) -> str:

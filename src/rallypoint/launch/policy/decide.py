@@ -80,7 +80,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
             return round_formed(now, state, event)
         case WorkerEnded(index, failed, symptom):
             if failed and state.comes and state.is_extra and state.phase is Phase.RUNNING:
-                new = replace(state, running=state.running - {index})
+                new = replace(state, running=state.running - {index}, fails_alone=True)
                 return stop(now, new, Aim.FAIL, "the session goes on without it", tell="leaving")
             if failed:
                 why = sessions.why_not_replaced(now, state, event)
@@ -157,8 +157,14 @@ def decide(now: float, state: State, event: Event) -> Decision:
         case Swept():
             return swept(now, state)
         case Broken(reason):
-            new = replace(state, phase=Phase.ENDED, aim=Aim.FAIL, running=frozenset())
             # An elastic job loses only this node.
+            new = replace(
+                state,
+                phase=Phase.ENDED,
+                aim=Aim.FAIL,
+                running=frozenset(),
+                fails_alone=state.elastic,
+            )
             what = "leaving" if state.elastic else "failed"
             tell: tuple[Command, ...] = (TellPeers(what),) if state.num_nodes > 1 else ()
             return Decision(new, (*tell, Finish(Aim.FAIL)), reason)

@@ -77,6 +77,7 @@ class State:
         said_whole: as the nodes were to meet again, this node had lost no worker.
         relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on.
         is_extra: they take nobody's place: the others go on without them.
+        fails_alone: this node fails, and the others go on without it.
         is_joining: this node is to be in the next round already, while it ends its workers.
         formed: that round, if it has formed meanwhile.
     """
@@ -121,6 +122,7 @@ class State:
     said_whole: bool = False
     relied_on: bool = False
     is_extra: bool = False
+    fails_alone: bool = False
     is_joining: bool = False
     formed: RoundFormed | None = None
 

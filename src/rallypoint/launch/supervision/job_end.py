@@ -93,7 +93,8 @@ class JobEnd:
 
     def begin(self, aim: Aim) -> None:
         """The policy has ended. With several nodes, wait for their failures."""
-        alone = self._config.num_nodes == 1 or self._coordination.broken or self._fails_alone
+        state = self._now.state
+        alone = self._config.num_nodes == 1 or self._coordination.broken or state.fails_alone
         if aim is Aim.FAIL and not alone:
             patience = self._config.shutdown_timeout + GATHER_PATIENCE
             self.gathers_until = clock.MONOTONIC.now() + patience
@@ -159,16 +160,11 @@ class JobEnd:
                 alone = state.elastic and not state.peers_done
                 return "" if alone else ENDED_WELL
             case Aim.FAIL:
-                return "" if self._fails_alone else "the job has failed"
+                return "" if state.fails_alone else "the job has failed"
             case Aim.SIGNALLED if not state.leaves:
                 return STOPPED
             case _:
                 return ""
-
-    @property
-    def _fails_alone(self) -> bool:
-        """Whether only this node fails, and the job continues without it."""
-        return bool(self._causes.broken) and self._now.state.elastic
 
     def _report(self, why: WhyFailed, run: RunFolder) -> FailureReport:
         folder = run.path
@@ -182,6 +178,7 @@ class JobEnd:
             reason=why.reason,
             left_early=why.left_early,
             not_replaced=self._now.state.not_replaced,
+            ends_job=not self._now.state.fails_alone,
             slow=self._slow_ranks(),
             lost_hosts=tuple(
                 dict.fromkeys(e.host for e in self._troubles.noted if e.kind is Kind.LOST)
