@@ -161,6 +161,7 @@ def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
     it.go_on()
     for node in it.nodes:
         node.wait(120)
+    assert "random state" not in it.output(), "nobody had one at the new ranks"
     told = check(it, tmp_path)
     last = [each for each in told if each["step"] == told[-1]["step"]]
     assert [each["rank"] for each in last] == list(range(6))

@@ -367,6 +367,12 @@ class Meeting:
                 return
         if self._rank != verdict.source and (place := wiring.wait("place", MEETING)):
             self._keeping.take_place(place)
+            # Where the number of ranks changes, it may be one more.
+            if standings[verdict.source].ranks == len(standings):
+                _log.warning(
+                    "the random state of rank %d was lost with its node: it continues with that behind the script's set-up",
+                    self._rank,
+                )
 
     def _share_buffers(self, wiring: Wiring, verdict: Verdict) -> bytes:
         """Tell those who receive the state which buffers are everybody's, not a rank's own. Returns it in these."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from rallypoint.elastic.loops.course import Course
 from rallypoint.elastic.loops.own_state import OwnState, joined, parted
@@ -229,10 +228,6 @@ class Replicated:
         # With the generators of another rank, this one would repeat its dropout masks and its order of the data.
         place = other.place.with_other_generators(now)
         self.own = OwnState(other.steps, place, now, is_task=other.is_task)
-        _log.warning(
-            "the random state of rank %d was lost with its node: it continues with that behind the script's set-up",
-            dist.get_rank(),
-        )
 
     def _keep(self, *, is_task: bool, behind: RandomState | None = None) -> bytes | None:
         """Keep what the step or batch begins with. Returns the buffers as bytes, or None if nothing can be kept."""
