@@ -992,13 +992,21 @@ def test_until_all_have_met_the_loss_of_who_has_it_starts_all_anew():
         ("the state of the lost cannot be had", on_three_nodes(is_sharded=True), PeerLost(2)),
         ("the session is over", on_three_nodes(has_left=True), PeerLost(2)),
         ("a worker is not in the session", on_three_nodes(kept=frozenset({0})), PeerLost(2)),
-        ("this one is given up as lost", on_three_nodes(), PeerLost(1, is_own=True)),
         ("a node is to be admitted", on_three_nodes(), NodeWaiting()),
     ],
 )
 def test_when_the_loss_of_a_node_stops_the_workers(why, before, event):
     decision = policy.decide(0.0, before, event)
     assert decision.state.phase is Phase.STOPPING, why
+
+
+def test_a_node_that_is_given_up_as_lost_comes_with_its_workers_unless_the_others_have_gone_on():
+    held = policy.decide(0.0, on_three_nodes(), PeerLost(1, is_own=True))
+    assert held.state.phase is Phase.REJOINING
+    assert held.commands == (HoldWorkers(), Join(1, 0, Verdict.CHANGED))
+    assert policy.decide(0.1, held.state, kept_round()).state.phase is Phase.RUNNING
+    late = policy.decide(0.1, held.state, LeftOut()).state
+    assert (late.phase, late.aim) == (Phase.STOPPING, Aim.RESTART)
 
 
 @pytest.mark.parametrize(

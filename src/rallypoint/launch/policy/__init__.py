@@ -33,7 +33,8 @@ Rules:
 7. If all workers of an elastic node are in a session, the loss of another node does not stop them: they are held (REJOINING) while
    the nodes meet again. If the round's plan says that all survivors keep their ranks and other nodes fill the free ones, the
    workers continue, and the newcomers' take the lost ones' places. Otherwise all restart, in the round that has formed. A
-   node that the others have given up as lost, or left out of the round, ends its workers.
+   node that the others have given up as lost (it was suspended, or cut off) comes to the round in the same way; if that has formed
+   without it, it ends its workers.
 8. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
    ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
 """

@@ -240,8 +240,9 @@ def _node_waits(now: float, state: State) -> Decision:
 
 
 def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
+    # This one may be the lost one: if the others have not gone on without it, its workers are as good as theirs.
     not_kept = sessions.why_not_kept(state)
-    if not not_kept and state.nodes > 1 and not is_own:
+    if not not_kept and state.nodes > 1:
         return _meet_again(state, why)
     if not is_own:
         state = with_reason(state, not_kept)
