@@ -59,8 +59,7 @@ def test_a_change_of_nodes_is_no_attempt() -> None:
 
 def test_the_line_says_why_a_worker_of_a_session_is_not_replaced() -> None:
     for verdict in (Verdict.FAILED, Verdict.CHANGED):
-        why = dataclasses.replace(state(verdict), not_replaced="--max-losses is 0")
-        told = Causes(failures=(KILLED,)).why_all_restart(why)
+        told = Causes(failures=(KILLED,)).why_all_restart(state(verdict), "--max-losses is 0")
         assert told.endswith("; not replaced: --max-losses is 0")
         assert told.startswith(Causes(failures=(KILLED,)).why_all_restart(state(verdict)))
 

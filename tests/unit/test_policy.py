@@ -1017,7 +1017,8 @@ def test_if_the_round_keeps_no_workers_they_restart_in_it(round_):
     stops = policy.decide(0.1, held, round_)
     assert stops.commands == (SignalWorkers(signal.SIGTERM),)
     ended = after_all_end(stops.state)
-    assert [type(each) for each in ended.commands] == [ReportRestart, StartWorkers]
+    why = "this node came to the round without its workers"
+    assert ended.commands == (ReportRestart(why), StartWorkers(takes_over=bool(round_.keepers)))
     assert (ended.state.phase, ended.state.generation) == (Phase.RUNNING, 1)
     assert not ended.state.is_joining
 

@@ -83,7 +83,13 @@ class TellPeers:
 
 @dataclass(frozen=True, slots=True)
 class ReportRestart:
-    """Print why the workers are restarted."""
+    """Print why the workers are restarted.
+
+    Args:
+        not_replaced: why a lost worker of a session was not replaced in place, in words.
+    """
+
+    not_replaced: str = ""
 
 
 @dataclass(frozen=True, slots=True)

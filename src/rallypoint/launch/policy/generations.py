@@ -250,14 +250,14 @@ def swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str
             is_joining=False,
             formed=None,
         )
+        commands = (*commands, ReportRestart(state.not_replaced))
         if state.formed is not None:
             decision = round_formed(now, new, state.formed)
-            return replace(decision, commands=(*commands, ReportRestart(), *decision.commands))
+            return replace(decision, commands=(*commands, *decision.commands))
         if state.is_joining:
-            return Decision(new, (*commands, ReportRestart()), why or "waiting for the next round")
+            return Decision(new, commands, why or "waiting for the next round")
         join = Join(new.generation, state.restarts, state.verdict)
-        commands = (*commands, ReportRestart(), join)
-        return Decision(new, commands, why or "restarting")
+        return Decision(new, (*commands, join), why or "restarting")
     if state.aim is Aim.SUCCEED and state.num_nodes > 1 and not state.peers_done:
         if state.elastic and not state.serves:
             return end(state, "all workers ended well", (*commands, TellPeers("done")))

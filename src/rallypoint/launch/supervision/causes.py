@@ -67,13 +67,14 @@ class Causes:
         """What this node tells the others, beside its failures."""
         return self.not_of_workers or self.broken
 
-    def why_all_restart(self, state: State) -> str:
+    def why_all_restart(self, state: State, not_replaced: str = "") -> str:
         """A line for people.
 
         Args:
             state: of the new generation, with the old one's verdict.
+            not_replaced: why a lost worker of a session was not replaced in place.
         """
-        end = f"; not replaced: {state.not_replaced}" if state.not_replaced else ""
+        end = f"; not replaced: {not_replaced}" if not_replaced else ""
         # In a round that has formed already, it is counted as none.
         if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
             return f"{self.lost or 'a node joined or left'}; restarting all workers{end}"
