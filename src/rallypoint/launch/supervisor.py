@@ -603,7 +603,10 @@ class Supervisor:
         self._do(policy.decide(clock.MONOTONIC.now(), self._now.state, event))
 
     def _do(self, decision: policy.Decision) -> None:
-        stops = decision.state.phase is Phase.STOPPING is not self._now.state.phase
+        before = self._now.state
+        stops = decision.state.phase is Phase.STOPPING is not before.phase
+        is_same = (before.phase, before.generation) == (Phase.RUNNING, decision.state.generation)
+        begins = decision.state.phase is Phase.RUNNING and not is_same
         self._now.state = decision.state
         if stops:
             self._signals.say_soon_who_is_waited_for()
@@ -657,6 +660,8 @@ class Supervisor:
                     self._end.begin(aim)
                 case _:
                     assert_never(command)
+        if begins:
+            self._peer_news.begin()
 
     def _join(self) -> None:
         if self._num_workers is None:

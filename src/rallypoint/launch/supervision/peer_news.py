@@ -24,6 +24,8 @@ from .worker_signals import WorkerSignals
 _UNTOLD = frozenset(
     {"all_done", "reports", "in session", "out of session", "standstill", "left out", "told"}
 )
+# Reports that count as soon as the generation that they are about has begun here.
+_HELD = frozenset({"worker lost", "in session", "out of session"})
 
 
 class PeerNews:
@@ -71,9 +73,20 @@ class PeerNews:
         self._decide = decide
         self._all_reported = all_reported
         self._restarts_on_hang = config.on_hang is OnHang.RESTART
+        self._held: list[PeerEvent] = []
+
+    def begin(self) -> None:
+        """A generation has begun: handle what was reported about it while this node was still ending the one before."""
+        held, self._held = self._held, []
+        for event in held:
+            if event.generation >= self._now.state.generation:
+                self.hear(event)
 
     def hear(self, event: PeerEvent) -> None:
         """Handle a report."""
+        if event.what in _HELD and event.generation > self._now.state.generation:
+            self._held.append(event)
+            return
         if event.what not in _UNTOLD:
             events.emit(
                 events.NodeReported(
