@@ -64,6 +64,13 @@ RESTARTS = {"last_rank": 1, "facts": {}}
             [2, 2, 1],
             {0, 1},
         ),
+        (
+            "node 0 has not begun to serve the workers' store",
+            [member(0, port=0), NEW, NEW],
+            [2, 2, 1],
+            None,
+        ),
+        ("nor has it here", [member(0, port=0), NEW, member(2)], [2, 2, 1], {0, 2}),
         ("all are back", [member(0), member(1), member(2)], [2, 2, 1], {0, 1, 2}),
         ("fewer nodes", [member(0), member(1)], [2, 2], None),
         ("more nodes", [member(0), member(1), member(2), NEW], [2, 2, 1, 1], None),

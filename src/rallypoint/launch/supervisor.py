@@ -712,6 +712,7 @@ class Supervisor:
         self._start_is_due = False
         self._signals.begin()
         self._causes.begin()
+        self._replacements.begin()
         self._serve_workers_store(ready)
         self._close_store_socket()
         takes_over = ready.kept is not None

@@ -36,7 +36,7 @@ class Held:
         has_state: whether any of them is in the session, not only about to enter it.
         has_records: whether all of them are, and no record of theirs, and no copy that they are to have, is missing.
         copies: how many nodes are to have the records of each node, itself among them; 0: unknown.
-        port: of their store, on node 0.
+        port: of their store, on node 0; 0 if nobody has served it yet.
         resizes: they can go on with another number of ranks.
         first: number of workers of each node in the session's first round; empty: as ``workers``.
         origin: the rank of the node in that round whose set-up they have run.
@@ -204,7 +204,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tupl
             if sum(before) != sum(workers)
             else "the ranks of nodes change, for which the session must start anew"
         )
-    has_store = 0 in keepers and keepers[0][0] == 0
+    has_store = 0 in keepers and keepers[0][0] == 0 and keepers[0][1].port != 0
     origins = _origins(keepers, first, workers, stays=stays, has_store=has_store)
     if origins is None:
         return None, _NO_RECORDS

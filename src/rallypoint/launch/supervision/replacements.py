@@ -64,6 +64,10 @@ class Replacements:
         self._joined = ""  # why those in a session are to meet, once the workers of a node that has come are in it, too
         self.spares = Spares(config, say)
 
+    def begin(self) -> None:
+        """Workers start: what was before is over."""
+        self._joined = ""
+
     # -- one worker ---------------------------------------------------------------------------
 
     def locate(
@@ -130,7 +134,8 @@ class Replacements:
             # A worker that the fork server has not started yet holds none.
             has_records=state.running == {index for index, each in enumerate(copies) if each},
             copies=max(copies, default=0),
-            port=ready.master_port,
+            # Until this node's workers are started, nobody serves their store.
+            port=ready.master_port if self._now.workers.number == ready.generation else 0,
             resizes=state.resizes and self._config.world_size is None,
             first=first,
             origin=kept.origins[ready.node_rank] if kept is not None and first else 0,
