@@ -14,25 +14,44 @@ from rallypoint.rendezvous.kept_round import Kept
 STATE = State(max_restarts=0, grace=1.0, phase=Phase.RUNNING)
 
 
-def grown() -> Any:
-    """A round of three nodes, one of which has just come."""
-    kept = Kept(keepers=frozenset({0, 1}), replaced=0, port=29500, before=(1, 1), were=(0, 1, -1))
-    return SimpleNamespace(
+def grown(store_port: int) -> tuple[Replacements, Any]:
+    """In a round of three nodes, one of which has just come: what is tested, and what workers are told.
+
+    Args:
+        store_port: of the workers' store; 0: it is another one now.
+    """
+    kept = Kept(
+        keepers=frozenset({0, 1}), replaced=0, port=store_port, before=(1, 1), were=(0, 1, -1)
+    )
+    ready = SimpleNamespace(
         generation=4, node_rank=0, kept=kept, workers_of_nodes=(1, 1, 1), store="a:29500"
     )
+    now: Any = SimpleNamespace(state=STATE, round=ready, workers=Mock(number=3))
+    now.workers.folders.return_value = ()
+    now.workers.__iter__ = lambda _: iter(())
+    told = Mock()
+    made = Replacements(Mock(spares=0), Mock(), now, told, Mock(), Mock(), Mock(), Mock())
+    return made, told
+
+
+def test_workers_go_on_until_those_that_have_come_are_in_the_session() -> None:
+    replacements, told = grown(29500)
+    replacements.keep([], "a node wants to join")
+    assert told.tell_of_newcomers.called
+    assert not told.tell_of_lost_nodes.called
+    replacements.heed_news()
+    assert told.tell_of_lost_nodes.called
 
 
 def test_workers_that_start_anew_do_not_meet_those_that_were_to_come_before() -> None:
-    now: Any = SimpleNamespace(state=STATE, round=grown(), workers=Mock(number=3))
-    now.workers.folders.return_value = ()
-    now.workers.__iter__ = lambda _: iter(())
-    kept = Mock()
-    replacements = Replacements(Mock(spares=0), Mock(), now, kept, Mock(), Mock(), Mock(), Mock())
+    replacements, told = grown(29500)
     replacements.keep([], "a node wants to join")
-    assert kept.tell_of_newcomers.called
     replacements.begin()
     replacements.heed_news()
-    assert not kept.tell_of_lost_nodes.called
+    assert not told.tell_of_lost_nodes.called
+
+
+def test_in_a_new_store_those_that_come_need_what_the_others_have() -> None:
+    replacements, told = grown(0)
     replacements.keep([], "a node wants to join")
-    replacements.heed_news()
-    assert kept.tell_of_lost_nodes.called
+    assert told.tell_of_lost_nodes.called

@@ -156,8 +156,9 @@ class Replacements:
         workers.continue_as(ready.generation, ready.node_rank, self._spawner.ranks(ready))
         self._spawner.continue_as(ready, workers)
         assert ready.kept is not None
-        if ready.kept.before and not ranks:
-            # Nobody is lost: training goes on until those who have come are ready.
+        if ready.kept.before and not ranks and ready.kept.port:
+            # Nobody is lost: training goes on until those who have come are ready. (In a new store they would look in vain for what
+            # the others have to store there again.)
             self._joined = why
             self._kept.tell_of_newcomers(ready)
         else:
