@@ -191,3 +191,20 @@ def test_regions_of_guests_do_not_overlap() -> None:
     size = 2 * guests.STRIDE + (1 << 20)
     begins = [0, *(guests.region(rank) for rank in range(100))]
     assert all(later - earlier > size for earlier, later in itertools.pairwise(begins))
+
+
+def test_two_guests_that_come_at_once_do_not_cut_off_each_others_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each looks how long the file is, then makes it longer: what the other one has done between the two must stay."""
+    own = Memory()
+    before = os.fstat(own.fd)
+    later = Memory(own.fd, guests.region(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", lambda _: before)
+        earlier = Memory(own.fd, guests.region(0))
+    assert os.fstat(own.fd).st_size > guests.region(1)
+    later.keep(b"mine")  # beyond the end of the file: SIGBUS
+    later.close()
+    earlier.close()
+    own.close()

@@ -56,6 +56,15 @@ def erase(fd: int, base: int) -> None:
             os.pwrite(fd, bytes(_HEAD.size), at)
 
 
+def grow(fd: int, size: int) -> None:
+    """Make a file at least so long, in bytes. Other threads may do the same for what lies behind.
+
+    (``ftruncate``, by a size that is no longer true, would cut off what they have mapped: they would get a SIGBUS.)
+    """
+    if os.fstat(fd).st_size < size:
+        os.pwrite(fd, b"\0", size - 1)
+
+
 def packed(number: int, data: bytes) -> bytes:
     """A slot: number (from 1 on), data."""
     return _HEAD.pack(number, len(data), _checksum(number, data)) + data
@@ -76,8 +85,7 @@ class Memory:
     def __init__(self, fd: int | None = None, base: int = 0) -> None:
         self.fd = linux.memfd_create("rally-session", linux.MFD_CLOEXEC) if fd is None else fd
         self._owns = base == 0
-        if os.fstat(self.fd).st_size < base + _SIZE:
-            os.ftruncate(self.fd, base + _SIZE)
+        grow(self.fd, base + _SIZE)
         self._map = mmap.mmap(self.fd, _SIZE, offset=base)
         self.progress = progress.Progress(self._map)
         start = progress.SIZE

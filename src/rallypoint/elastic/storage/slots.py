@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .memory import grow
 from .schedule import Held
 
 
@@ -192,8 +193,7 @@ class Slots:
             self._unmap(slot)
             size += -size % FIRST
             begin = self._begin(slot)
-            if os.fstat(self._fd).st_size < begin + size:
-                os.ftruncate(self._fd, begin + size)
+            grow(self._fd, begin + size)
             area = self._areas[slot] = mmap.mmap(self._fd, size, offset=begin)
         return area
 

@@ -68,9 +68,10 @@ class KeptProcess:
         self.recorder = Recorder()
         self._address = host, port
         self._records = Wiring(host, port, RECORDS)
-        # What this process knows of the set-up: of all ranks, of its own, and of those whose partner it is.
+        # What this process knows of the set-up, and the ranks whose whole record that contains: its own, and those whose partner it is.
         self._known: dict[str, bytes] = {}
-        self._holds: tuple[int, ...] = ()
+        self._holds: set[int] = set()
+        self._holds_all = False
         self._is_whole = not takes_over
         self._forming: Wiring | None = None
         self.copies: Copies | None = None  # on other nodes
@@ -107,6 +108,8 @@ class KeptProcess:
             )
         self._has_entered = True
         self.groups.forget_destroyed()
+        if self.takes_over and not self._is_spare:
+            self._holds.add(self._rank)  # it has just read all of it
 
     def await_place(self, *, sharded: bool) -> None:
         """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
@@ -120,6 +123,7 @@ class KeptProcess:
             rank_watch.bind("the state is sharded, and its parts are given out")
         variables, streams = self.link.await_place(rank_watch.why_bound())
         self._is_spare = False
+        self._known.clear()  # of the rank that it has run the set-up as
         _take_streams(streams)
         environment.process_environment().update(variables)
         before, self._rank = self._rank, int(variables["RANK"])
@@ -141,29 +145,39 @@ class KeptProcess:
         groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
         copies: int,
     ) -> None:
-        """Know what is to be stored again if the store is lost. Once; all ranks have stored theirs.
+        """Know what is to be stored again if the store is lost. All ranks have stored theirs; in a new store, some may be missing.
 
         Args:
             nodes: of each rank.
             groups: of each rank: names and members.
             copies: how many nodes are to know each rank's, its own among them.
         """
-        if self._holds or len(set(nodes)) < 2:
+        if self._holds_all or len(set(nodes)) < 2:
             return
-        holds: tuple[int, ...] = (self._rank,)
-        if not self.was_resized:
-            holds = self._rank, *guests(nodes, self._rank, copies)
+        self._hold(self._rank, [(group.kept_name, group.setup_rank) for group in self.groups])
+        others = () if self.was_resized else guests(nodes, self._rank, copies)
+        for rank in others:
+            self._hold(rank, [(name, members.index(rank)) for name, members in groups[rank]])
+        if self._holds.issuperset((self._rank, *others)):
+            self._holds_all = True
+            self.link.tell({"kind": "kept holds", "copies": copies})
+
+    def _hold(self, rank: int, places: Sequence[tuple[str, int]]) -> None:
+        """Know a rank's record, if the store has all of it.
+
+        Args:
+            rank: with which it has run the set-up.
+            places: its groups, and its rank there.
+        """
         records = self._records.store()
-        places = [(group.kept_name, group.setup_rank) for group in self.groups]
-        for rank in holds[1:]:
-            places += [(name, members.index(rank)) for name, members in groups[rank]]
+        if rank in self._holds or records.peek(f"{RECORDS}/{setup_record.whole_key(rank)}") is None:
+            return
         for place in places:
             for key in setup_record.keys(*place):
                 value = records.peek(f"{RECORDS}/{key}")
                 if value is not None:
                     self._known[key] = value
-        self._holds = holds
-        self.link.tell({"kind": "kept holds", "copies": copies})
+        self._holds.add(rank)
 
     def _store_again(self, host: str, port: int) -> None:
         """The store was lost with its node: store in another one what newcomers need."""
@@ -224,7 +238,10 @@ class KeptProcess:
                 # In a new store, the others have to store it first.
                 self._records.wait(setup_record.whole_key(self._rank), RECORD_PATIENCE)
                 self._is_whole = True
-            return self._records.store().peek(f"{RECORDS}/{key}")
+            value = self._records.store().peek(f"{RECORDS}/{key}")
+            if value is not None:
+                self._known[key] = value
+            return value
         except TimeoutError:
             raise ElasticError(
                 f"the record of the set-up of rank {self._rank} was lost with the nodes that had it"
