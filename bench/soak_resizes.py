@@ -130,6 +130,7 @@ class Park:
     def __init__(self, hosts: list[ComingHost], network: Network, rng: random.Random) -> None:
         self.hosts, self._network, self._rng = hosts, network, rng
         self._due: dict[ComingHost, float] = {}
+        self.returned = 0
 
     @property
     def present(self) -> list[ComingHost]:
@@ -140,7 +141,11 @@ class Park:
         return not self._due
 
     def bring_back(self) -> None:
-        """Start those whose time has come."""
+        """Start those whose time has come, and those that have left by themselves (their workers were killed before they had met the others)."""
+        for host in self.present:
+            if not host.alive():
+                host.start()
+                self.returned += 1
         for host, at in list(self._due.items()):
             if time.monotonic() >= at:
                 del self._due[host]
@@ -268,6 +273,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "seconds_to_the_next_steps": {k: spread(v) for k, v in sorted(times.items())},
         "codes": codes,
         "left": len(left),
+        "nodes_that_left_by_themselves": park.returned,
         "changes_of_size": logs.count(" ranks go on, where there were "),
         "restarts_of_all": logs.count("; restarting all workers"),
         "ends": ends,

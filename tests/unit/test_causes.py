@@ -57,6 +57,12 @@ def test_a_change_of_nodes_is_no_attempt() -> None:
     )
 
 
+def test_a_node_that_restarts_its_workers_alone_says_so() -> None:
+    assert Causes(lost="it was cut off").why_all_restart(state(Verdict.CHANGED), alone=True) == (
+        "it was cut off; restarting this node's workers"
+    )
+
+
 def test_the_line_says_why_a_worker_of_a_session_is_not_replaced() -> None:
     for verdict in (Verdict.FAILED, Verdict.CHANGED):
         told = Causes(failures=(KILLED,)).why_all_restart(state(verdict), "--max-losses is 0")

@@ -1018,7 +1018,9 @@ def test_if_the_round_keeps_no_workers_they_restart_in_it(round_):
     assert stops.commands == (SignalWorkers(signal.SIGTERM),)
     ended = after_all_end(stops.state)
     why = "this node came to the round without its workers"
-    assert ended.commands == (ReportRestart(why), StartWorkers(takes_over=bool(round_.keepers)))
+    others_go_on = bool(round_.keepers)
+    report = ReportRestart(why, alone=others_go_on)
+    assert ended.commands == (report, StartWorkers(takes_over=others_go_on))
     assert (ended.state.phase, ended.state.generation) == (Phase.RUNNING, 1)
     assert not ended.state.is_joining
 
@@ -1057,7 +1059,7 @@ def test_a_node_that_is_left_out_ends_its_workers_and_waits_for_the_next_round()
     assert left_out.state.phase is Phase.STOPPING
     waits = after_all_end(left_out.state)
     assert waits.state.phase is Phase.JOINING
-    assert waits.commands == (ReportRestart(),), "it has joined already"
+    assert waits.commands == (ReportRestart(alone=True),), "it has joined already"
 
 
 @pytest.mark.parametrize(

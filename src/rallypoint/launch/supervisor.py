@@ -654,8 +654,9 @@ class Supervisor:
                 case policy.TellPeers(what):
                     failures, reason = self._now.workers.failures(), self._causes.of_this_node
                     self._coordination.tell(what, self._now.state.generation, failures, reason)
-                case policy.ReportRestart(not_replaced):
-                    self._say(self._causes.why_all_restart(self._now.state, not_replaced))
+                case policy.ReportRestart(not_replaced, alone):
+                    state = self._now.state
+                    self._say(self._causes.why_all_restart(state, not_replaced, alone=alone))
                 case policy.Finish(aim):
                     self._end.begin(aim)
                 case _:

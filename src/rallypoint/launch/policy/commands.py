@@ -87,9 +87,11 @@ class ReportRestart:
 
     Args:
         not_replaced: why a lost worker of a session was not replaced in place, in words.
+        alone: only those of this node are: the others go on.
     """
 
     not_replaced: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,9 @@ def swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str
             is_joining=False,
             formed=None,
         )
-        commands = (*commands, ReportRestart(state.not_replaced))
+        # In a round that has formed without this node, or in which it is a newcomer.
+        alone = state.is_joining if state.formed is None else state.formed.keepers is not None
+        commands = (*commands, ReportRestart(state.not_replaced, alone))
         if state.formed is not None:
             decision = round_formed(now, new, state.formed)
             return replace(decision, commands=(*commands, *decision.commands))

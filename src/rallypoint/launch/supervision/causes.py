@@ -67,17 +67,19 @@ class Causes:
         """What this node tells the others, beside its failures."""
         return self.not_of_workers or self.broken
 
-    def why_all_restart(self, state: State, not_replaced: str = "") -> str:
+    def why_all_restart(self, state: State, not_replaced: str = "", *, alone: bool = False) -> str:
         """A line for people.
 
         Args:
             state: of the new generation, with the old one's verdict.
             not_replaced: why a lost worker of a session was not replaced in place.
+            alone: only this node's workers are restarted.
         """
-        end = f"; not replaced: {not_replaced}" if not_replaced else ""
+        end = f"; not replaced: {not_replaced}" if not_replaced and not alone else ""
         # In a round that has formed already, it is counted as none.
         if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
-            return f"{self.lost or 'a node joined or left'}; restarting all workers{end}"
+            which = "this node's" if alone else "all"
+            return f"{self.lost or 'a node joined or left'}; restarting {which} workers{end}"
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.restart_window:
