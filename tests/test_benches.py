@@ -42,6 +42,7 @@ LITTLE = {
     "soak.py": QUICK,
     "soak_autograd.py": ["--faults", "10"],
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],
+    "soak_resizes.py": ["--faults", "4"],
     "soak_rpc.py": ["--faults", "60"],
     "soak_session_nodes.py": ["--faults", "4"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
