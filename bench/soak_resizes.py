@@ -134,16 +134,16 @@ class Park:
 
     @property
     def present(self) -> list[ComingHost]:
-        return [host for host in self.hosts if host not in self._due]
+        return [host for host in self.hosts if host not in self._due and host.alive()]
 
     @property
     def is_complete(self) -> bool:
-        return not self._due
+        return len(self.present) == HOSTS
 
     def bring_back(self) -> None:
         """Start those whose time has come, and those that have left by themselves (their workers were killed before they had met the others)."""
-        for host in self.present:
-            if not host.alive():
+        for host in self.hosts:
+            if host not in self._due and not host.alive():
                 host.start()
                 self.returned += 1
         for host, at in list(self._due.items()):
