@@ -81,7 +81,7 @@ def test_a_node_whose_workers_have_not_begun_takes_no_part():
     """It is in the round, and its fork server still imports."""
     config = SimpleNamespace(step_timeout=1.0)
     now = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, replaced=0))
-    hung = HungWorkers(config, Mock(), Mock(), now, Mock())  # type: ignore[arg-type]
+    hung = HungWorkers(config, Mock(), Mock(), now, Mock(), lambda: False)  # type: ignore[arg-type]
     hung.hear_of_standstill(1, 0, {2: {ALL: 3}})
 
 
@@ -105,9 +105,20 @@ def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_
         others = Mock()
         now = SimpleNamespace(state=state, workers=workers)
         config = SimpleNamespace(step_timeout=1e-9, num_nodes=2)
-        hung = HungWorkers(config, others, Mock(), now, Mock())  # type: ignore[arg-type]
+        newcomers: list[int] = []
+        hung = HungWorkers(
+            config,  # type: ignore[arg-type]
+            others,
+            Mock(),
+            now,  # type: ignore[arg-type]
+            Mock(),
+            lambda: bool(newcomers),
+        )
         hung.begin(SimpleNamespace(workers_of_nodes=(2, 2), generation=0))  # type: ignore[arg-type]
         hung._look(0)
+        newcomers.append(4)  # which this node's workers have not been told to meet
+        hung._look(0)
+        newcomers.clear()
         now.state = replace(state, arriving=frozenset())  # not all workers are to be in a session
         hung._look(0)
     os.close(memory)

@@ -243,7 +243,14 @@ class Supervisor:
             self._decide,
             matters=128 + signal.SIGTERM in config.requeue_on,
         )
-        self._hung = HungWorkers(config, self._coordination, loop, now, ask)
+        self._hung = HungWorkers(
+            config,
+            self._coordination,
+            loop,
+            now,
+            ask,
+            lambda: self._replacements.awaits_newcomers,
+        )
         self._replacements = Replacements(
             config,
             loop,

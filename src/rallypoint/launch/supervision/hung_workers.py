@@ -35,6 +35,7 @@ class HungWorkers:
         loop: of the supervisor.
         now: what is so on this node.
         ask: sends the fork server a request.
+        awaits_newcomers: whether this node's workers are yet to be told to meet those that have come.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class HungWorkers:
         loop: EventLoop,
         now: Situation,
         ask: Callable[[Message], None],
+        awaits_newcomers: Callable[[], bool],
     ) -> None:
         self._config = config
         self._coordination = coordination
         self._loop = loop
         self._now = now
         self._ask = ask
+        self._awaits_newcomers = awaits_newcomers
         self._watch = StepWatch(config.step_timeout)
         self._standstill: Standstill | None = None  # none before the first round
 
@@ -79,10 +82,13 @@ class HungWorkers:
     def _progress(self) -> Tables | None:
         """How far the workers of this node are that are in a session; None unless all are, or are on their way to it.
 
-        Those on their way need not be slow of themselves: what they wait for may be held by a worker that hangs.
+        Those on their way need not be slow of themselves: what they wait for may be held by a worker that hangs. But who has not been
+        told to meet them is not late.
         """
         state = self._now.state
         if state.lost or not state.running or not state.running <= state.kept | state.arriving:
+            return None
+        if self._awaits_newcomers():
             return None
         # The memory of one that is on its way still says how far the lost one was.
         return {

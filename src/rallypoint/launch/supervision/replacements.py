@@ -68,6 +68,11 @@ class Replacements:
         """Workers start: what was before is over."""
         self._joined = ""
 
+    @property
+    def awaits_newcomers(self) -> bool:
+        """Whether those in a session are to meet workers that have come, and have not been told so yet."""
+        return bool(self._joined)
+
     # -- one worker ---------------------------------------------------------------------------
 
     def locate(
