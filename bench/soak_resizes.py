@@ -308,7 +308,7 @@ def main() -> int:
     is_equal = len(ends) >= 2 * WORKERS_PER_HOST and len({end[4] for end in ends}) == 1
     good = is_whole and is_equal and not found["hangs"] and not found["left"]
     if good:
-        shutil.rmtree(found["folder"])
+        shutil.rmtree(found.pop("folder"))
     result = {
         "benchmark": "soak_resizes",
         "machine": machine(),

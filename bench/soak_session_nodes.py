@@ -267,7 +267,7 @@ def main() -> int:
     good = all(equal) and not found["hangs"] and not found["left"]
     for each in (calm, found):
         if good:
-            shutil.rmtree(each["folder"])
+            shutil.rmtree(each.pop("folder"))
         del each["ends"]
     result = {
         "benchmark": "soak_session_nodes",
