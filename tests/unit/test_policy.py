@@ -652,7 +652,7 @@ NOBODY = "no worker is left that has the session's state"
             WorkerEnded(1, failed=True, again=True),
         ),
         (
-            "its session could not begin",
+            "its session cannot be kept",
             in_session(0, 1, 2),
             WorkerEnded(1, failed=True, refused=True),
         ),

@@ -53,7 +53,7 @@ class Worker:
         saves: it takes a last checkpoint if the job is told to stop.
         hung: in words, if it was ended because it hung.
         failed_at: the step in which its session failed; -1 if it did not.
-        is_refused: its session could not begin, and that of another process in its place could not, either.
+        is_refused: its session cannot be kept, and that of another process in its place could not, either.
         collectives: what it had begun in its process groups when another worker failed.
         memory_fd: what it keeps for the one that takes its place.
         steps_fd: the step that it is in, once it has reported one.

@@ -36,6 +36,7 @@ class Standing:
         ranks: how many ranks its state is for: what the script changes with that number (``Session.on_resize``) is done.
         unused: of each DDP module with a static graph that this rank knows: the parameters that no rank uses; None of others.
         replica: how many ranks have the whole state together, if there may be more or fewer replicas; else 0.
+        waits: it is not whole because it has not got another rank's state, or only a part of it.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Standing:
     ranks: int = 0
     unused: tuple[tuple[int, ...] | None, ...] = ()
     replica: int = 0
+    waits: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,6 +159,10 @@ def judge(standings: Sequence[Standing]) -> Verdict:
                 " elastic.session snapshots=True"
             )
     whole = [each for each in standings if each.whole]
+    if not whole and all(each.waits for each in standings):
+        raise ElasticError(
+            "no rank is left that has the state: those that had it were lost while the others waited for it"
+        )
     if not whole:
         raise ElasticError(
             "no rank has a whole state: the step failed after it had changed parameters (optimizer.step, an average, a clamp),"

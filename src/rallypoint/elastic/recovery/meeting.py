@@ -131,6 +131,7 @@ class Meeting:
         self._is_new = kept.takes_over
         self._lacks_own = kept.takes_over and memory.held is None
         self.whole = not kept.takes_over
+        self._waits = kept.takes_over
         self.begun: Begun | None = None
         self.history: list[Recovery] = []
         self.ranks = dist.get_world_size()
@@ -238,6 +239,8 @@ class Meeting:
             try:
                 self._meet(notice)
             except ElasticError:
+                # Another process would come to the same.
+                self._kept.link.tell({"kind": "kept refused"})
                 raise
             except LOST as failure:
                 _log.debug("meeting of generation %d failed: %s", notice.generation, failure)
@@ -337,6 +340,7 @@ class Meeting:
             guests=() if copies is None else copies.guests.held(),
             ranks=self.ranks,
             replica=self._replica,
+            waits=self._waits,
         )
         wiring.set(f"here/{self._rank}", json.dumps(mine.to_json()).encode())
         places = [f"here/{rank}" for rank in range(dist.get_world_size())]
@@ -415,7 +419,7 @@ class Meeting:
                 lambda: sum(self._objects.send(group, each) for each in verdict.receivers)
             )
         if verdict.source is not None and self._rank in verdict.receivers:
-            self.whole = False
+            self.whole, self._waits = False, True
             source = verdict.source
             return group.transfer(lambda: self._objects.receive(group, source))
         if verdict.snapshot is not None and any(
@@ -468,6 +472,7 @@ class Meeting:
         )
         self._objects.restore_layouts(verdict.layouts, verdict.known)
         # From here on this rank can be right.
-        self.whole, self._is_new, self._lacks_own = True, False, False
+        self.whole, self._waits = True, False
+        self._is_new = self._lacks_own = False
         if course.steps != verdict.steps:
             course.steps, self.begun = verdict.steps, None

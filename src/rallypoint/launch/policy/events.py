@@ -49,7 +49,7 @@ class WorkerEnded:
     Args:
         symptom: it only reports a lost peer, or the supervisor stopped it.
         again: it raised what a replaced one had raised at the same step, and so would another one in its place.
-        refused: its session could not begin, and that of another one in its place could not, either.
+        refused: its session cannot be kept, and that of another one in its place could not, either.
     """
 
     index: int

@@ -29,7 +29,7 @@ def why_not_replaced(now: float, state: State, lost: WorkerEnded) -> str:
     return _first(
         (state.phase is not Phase.RUNNING, "all workers are being stopped"),
         (lost.index not in state.running, "it is not a worker"),
-        (lost.refused, "its session could not begin"),
+        (lost.refused, "its session cannot be kept"),
         (lost.again, "the same error came at the same step before"),
         (state.max_losses == 0, "--max-losses is 0"),
         (count >= state.max_losses, limit),
