@@ -263,7 +263,7 @@ def test_a_node_whose_workers_fail_leaves_and_others_may_come(
     before = set(it.steps())
     (tmp_path / "fails").touch()
     assert it.start().wait(60) == 1
-    failed = "this node failed, and the job goes on without it: rank"
+    failed = "this node left the job: rank"
     assert failed in (tmp_path / "node 1").read_text(), it.output()
     (tmp_path / "fails").unlink()
     it.hold_at(40)

@@ -241,7 +241,7 @@ class _Paint:
 def _headline(report: FailureReport) -> str:
     failed = "the job failed"
     if not report.ends_job:
-        failed = "this node failed, and the job goes on without it"
+        failed = "this node left the job"
     if report.reason:
         return f"{failed}: {report.reason}"
     root = report.root_cause
