@@ -31,14 +31,19 @@ from typing import Any
 import psutil
 from hosts import Network, address, available, processes_with
 from jobs import RALLY, Progress, machine, publish, spread
-from soak_elastic import HOSTS, LEASE, MARK, PORT, Host, cut_cable, kill_worker, stop_and_continue
+from soak_elastic import HOSTS, LEASE, MARK, PORT, Host, cut_cable, stop_and_continue
+from soak_session_nodes import (
+    KINDS,
+    PATIENCE,
+    STEP_TIMEOUT,
+    WORKERS_PER_HOST,
+    kill_a_worker,
+    stop_worker,
+    wait,
+)
 
 
-WORKERS_PER_HOST = 2
 SAMPLES = 1024
-# Seconds until the job must train again behind a fault.
-PATIENCE = 120.0
-STEP_TIMEOUT = 5.0
 # Seconds until a host comes back.
 ABSENCES = (0.0, 0.0, 3.0, 8.0)
 
@@ -167,13 +172,12 @@ class Park:
         host, others = present[0], present[1:]
         match name:
             case "kill a worker":
-                _kill_a_worker(host, self._network)
+                kill_a_worker(host, self._network)
             case "kill two workers":
                 for each in present[:2]:
-                    _kill_a_worker(each, self._network)
+                    kill_a_worker(each, self._network)
             case "stop a worker":
-                if (worker := host.worker()) is not None:
-                    worker.suspend()
+                stop_worker(host, self._network)
             case "kill a supervisor" if others:
                 self.take([host], signal.SIGKILL)
             case "kill two supervisors" if len(others) > 1:
@@ -181,7 +185,7 @@ class Park:
             case "kill the store's node" if others:
                 self.take([max(present, key=lambda each: each.served())], signal.SIGKILL)
             case "kill a worker and a supervisor" if others:
-                _kill_a_worker(others[0], self._network)
+                kill_a_worker(others[0], self._network)
                 self.take([host], signal.SIGKILL)
             case "preempt a node" if others:
                 self.take([host], signal.SIGTERM)
@@ -189,19 +193,6 @@ class Park:
                 stop_and_continue(host, self._network)
             case "cut a cable" if others:
                 cut_cable(host, self._network)
-
-
-def _kill_a_worker(host: Host, network: Network) -> None:
-    if host.worker() is not None:  # it may be on its way
-        with contextlib.suppress(AssertionError, psutil.Error):
-            kill_worker(host, network)
-
-
-KINDS = (
-    *("kill a worker", "kill two workers", "stop a worker", "kill a supervisor"),
-    *("kill two supervisors", "kill the store's node", "kill a worker and a supervisor"),
-    *("preempt a node", "stop a host", "cut a cable"),
-)
 
 
 def trains(folder: Path, park: Park, since: int, nodes: int = 2) -> bool:
@@ -258,7 +249,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 if not trains(folder, park, time.time_ns(), HOSTS):
                     hangs.append("behind the last fault")
             (folder / "stop").touch()
-            codes = [] if hangs else [_wait(host) for host in hosts]
+            codes = [] if hangs else [wait(host, PATIENCE) for host in hosts]
         finally:
             left = processes_with(MARK, mark)
             for process in left:
@@ -279,13 +270,6 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "ends": ends,
         "folder": str(folder),
     }
-
-
-def _wait(host: Host) -> int | None:
-    assert host.process is not None
-    with contextlib.suppress(Exception):
-        return host.process.wait(PATIENCE)
-    return None
 
 
 def main() -> int:

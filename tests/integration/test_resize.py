@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -265,6 +266,11 @@ def test_a_node_whose_workers_fail_leaves_and_others_may_come(
     assert it.start().wait(60) == 1
     failed = "this node left the job: rank"
     assert failed in (tmp_path / "node 1").read_text(), it.output()
+    told = re.search(
+        r"node 1 failed: rank [23] raised ValueError: no data on this node;",
+        (tmp_path / "node 0").read_text(),
+    )
+    assert told, it.output()
     (tmp_path / "fails").unlink()
     it.hold_at(40)
     it.wait(lambda: len(it.at(40)) == 2, "two ranks go on")

@@ -660,6 +660,8 @@ class Supervisor:
                         self._swept([])
                 case policy.TellPeers(what):
                     failures, reason = self._now.workers.failures(), self._causes.of_this_node
+                    if self._now.state.fails_alone:
+                        reason = self._causes.why_leaving(failures)
                     self._coordination.tell(what, self._now.state.generation, failures, reason)
                 case policy.ReportRestart(not_replaced, alone):
                     state = self._now.state

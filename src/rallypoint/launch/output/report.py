@@ -271,7 +271,9 @@ def _others(victims: Sequence[WorkerFailure]) -> str:
 
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
     half = MAX_TRACEBACK_LINES // 2
-    attempt = f"attempt {root.generation + 1} of {report.max_restarts + 1}"
+    number, most = root.generation + 1, report.max_restarts + 1
+    # Generations that began because nodes came or left are none of the budget.
+    attempt = f"attempt {number} of {most}" if number <= most else f"attempt {number}"
     place = (
         f"rank {root.rank} (local rank {root.local_rank}) on {root.host}, pid {root.pid}, {attempt}"
     )

@@ -67,6 +67,17 @@ class Causes:
         """What this node tells the others, beside its failures."""
         return self.not_of_workers or self.broken
 
+    def why_leaving(self, failures: tuple[WorkerFailure, ...]) -> str:
+        """Why this node leaves a job that goes on without it; empty if it was told to.
+
+        Args:
+            failures: of its workers.
+        """
+        if self.of_this_node or not failures:
+            return self.of_this_node
+        first = in_order_of_blame(failures)[0]
+        return f"rank {first.rank} {in_a_line(first)}"
+
     def why_all_restart(self, state: State, not_replaced: str = "", *, alone: bool = False) -> str:
         """A line for people.
 
