@@ -28,15 +28,22 @@ class Job:
         least, most: how many nodes take part.
         script: what the workers run.
         words: for it, behind the folder.
+        conf: of the rendezvous.
     """
 
     def __init__(
-        self, folder: Path, least: int, most: int, script: str, words: Sequence[object]
+        self,
+        folder: Path,
+        least: int,
+        most: int,
+        script: str,
+        words: Sequence[object],
+        conf: str = "lease=10",
     ) -> None:
         (folder / "train.py").write_text(script)
         self.folder = folder
         flags = ["--nnodes", f"{least}:{most}", "--nproc-per-node", "2", "--insecure"]
-        flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", "lease=10"]
+        flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-conf", conf]
         flags += ["--rdzv-id", "resized", "--max-restarts", "3"]
         self.words = [sys.executable, "-m", "rallypoint", "run", *flags]
         self.words += map(str, [folder / "train.py", folder, *words])

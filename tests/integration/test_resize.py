@@ -36,6 +36,9 @@ torch.set_num_threads(1)
 if (folder / "fails").exists():
     raise ValueError("no data on this node")
 dist.init_process_group("gloo")
+(folder / f"set-up {os.getpid()}").touch()
+while (folder / "wait in set-up").exists():
+    time.sleep(0.01)
 net = DistributedDataParallel(torch.nn.Linear(4, 1).double())
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 sampler = elastic.Sampler(samples, batch_size=batch_size, seed=3)
@@ -82,8 +85,8 @@ dist.destroy_process_group()
 def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def make(least: int, most: int) -> Job:
-        made.append(Job(tmp_path, least, most, SCRIPT, (SAMPLES, BATCH, EPOCHS)))
+    def make(least: int, most: int, **more: Any) -> Job:
+        made.append(Job(tmp_path, least, most, SCRIPT, (SAMPLES, BATCH, EPOCHS), **more))
         return made[-1]
 
     yield make
@@ -280,6 +283,33 @@ def test_a_node_whose_workers_fail_leaves_and_others_may_come(
     assert before < set(it.steps()), it.output()
     it.go_on()
     assert [node.wait(120) for node in it.nodes] == [0, 1, 0], it.output()
+    check(it, tmp_path)
+
+
+def test_a_node_that_comes_during_the_set_up_is_admitted_behind_it(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The workers that are there need not start again for it."""
+    it = job(1, 2, conf="lease=3,last_call_timeout=1")
+    (tmp_path / "wait in set-up").touch()
+    it.hold_at(5)
+    it.start()
+    it.wait(lambda: len(list(tmp_path.glob("set-up *"))) == 2, "two ranks set up")
+    it.start()
+    said = "a node waits to join: it is admitted once all workers are in the session"
+    it.wait(lambda: said in it.output(), "the node waits")
+    (tmp_path / "wait in set-up").unlink()
+    it.wait(lambda: len(it.at(5)) == 2, "two ranks train")
+    first = set(it.steps())
+    assert first == {int(path.name.split()[1]) for path in tmp_path.glob("set-up *")}
+    it.hold_at(FAR)
+    it.wait(lambda: len(it.steps()) == 4, "four ranks train")
+    assert first < set(it.steps())
+    it.go_on()
+    for node in it.nodes:
+        node.wait(120)
+    assert it.output().count(said) == 1
+    assert "restarting" not in it.output()
     check(it, tmp_path)
 
 

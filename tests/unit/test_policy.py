@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from rallypoint.launch import policy
 from rallypoint.launch.policy import (
+    AdmissionAsked,
     Aim,
     AskWorkers,
     Broken,
@@ -37,6 +38,7 @@ from rallypoint.launch.policy import (
     ReportRestart,
     RoundFormed,
     SessionEntered,
+    SessionExpected,
     SessionFixed,
     SessionLeft,
     SessionMet,
@@ -860,6 +862,47 @@ def test_otherwise_all_start_again_when_a_node_waits(why, changes):
     assert (decision.state.phase, decision.state.aim) == (Phase.STOPPING, Aim.RESTART), why
 
 
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("nobody expects a session", {"in_session": frozenset()}),
+        ("all are in the session", {"expects_session": True}),
+        (
+            "the set-up takes too long",
+            {"expects_session": True, "in_session": frozenset({0}), "began": -1000.0},
+        ),
+    ],
+)
+def test_a_node_that_asks_is_admitted(why, changes):
+    decision = policy.decide(0.0, on_three_nodes(**changes), AdmissionAsked())
+    assert decision.commands == (TellPeers("waiting"),), why
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("the session begins", {"expects_session": True, "in_session": frozenset({0, 1})}),
+        ("the session of this node has ended", {"has_left": True}),
+        ("that of another node has", {"is_ending": True}),
+    ],
+)
+def test_a_node_that_asks_is_not_admitted_while_all_would_start_again(why, changes):
+    decision = policy.decide(0.0, on_three_nodes(**changes), AdmissionAsked())
+    assert decision.commands == (), why
+
+
+def test_what_is_known_of_a_session_holds_for_its_round_alone():
+    two = state(elastic=True, num_nodes=2)
+    told = policy.decide(5.0, two, RoundFormed(2, nodes=2)).state
+    assert (told.began, told.expects_session) == (5.0, False)
+    told = policy.decide(6.0, told, SessionExpected()).state
+    assert told.expects_session
+    out = policy.decide(7.0, told, NodeInSession(1, False)).state
+    assert out.is_ending
+    again = policy.decide(9.0, replace(out, phase=Phase.JOINING), RoundFormed(2, nodes=2)).state
+    assert (again.began, again.expects_session, again.is_ending) == (9.0, False, False)
+
+
 def test_whether_a_session_can_have_more_ranks_is_known_once_all_workers_are_in_it():
     told = policy.decide(0.0, state(elastic=True, num_nodes=2), RoundFormed(2, nodes=2)).state
     first = policy.decide(0.0, told, SessionEntered(0, resizes=True)).state
@@ -1119,6 +1162,8 @@ EVENTS = st.one_of(
     st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.builds(PeerLeaves, st.integers(0, 3)),
     st.just(NodeWaiting()),
+    st.just(AdmissionAsked()),
+    st.just(SessionExpected()),
     st.just(PeersDone()),
     st.just(NotNeeded()),
     st.builds(PeersStopped, st.integers(0, 3)),

@@ -766,6 +766,8 @@ class Supervisor:
                 sharded, resizes = (record.get(name) is True for name in ("sharded", "resizes"))
                 self._decide(policy.SessionEntered(index, sharded=sharded, resizes=resizes))
                 self._replacements.start_spares_soon()
+            case "kept expected":
+                self._decide(policy.SessionExpected())
             case "kept recovered":
                 self._kept.note_recovery(record, len(self._now.state.running))
                 self._decide(policy.SessionMet())

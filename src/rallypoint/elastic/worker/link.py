@@ -2,6 +2,7 @@
 
 Worker to supervisor, one JSON record per line:
 
+- ``{"kind": "kept expected"}``: the script imports this package before it forms groups, and so will probably enter a session.
 - ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false, "resizes": false}``: this worker is in a session and
   can be kept. With the record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``:
   nobody else has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.

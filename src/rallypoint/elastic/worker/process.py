@@ -84,6 +84,8 @@ class KeptProcess:
             self.groups.observer = self.recorder.observe
         self.groups.install()
         self.link = Link(self._cut)
+        if not takes_over:
+            self.link.tell({"kind": "kept expected"})
 
     @property
     def address(self) -> tuple[str, int]:

@@ -86,7 +86,8 @@ class RoundReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted).
+    """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted), ``asks for admission`` (the same, before
+    the others are told; only on node 0).
 
     From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported, ``told`` once all
     were told to stop. If many nodes fail or are stopped together, only the first to say so are heard. From all nodes, this one

@@ -150,7 +150,7 @@ class PeerNodes:
                 self._requests.put(lambda: self._say_farewell(generation, reason))
             case "told":
                 self._requests.put(lambda: self._count_told(generation))
-            case "in session" | "out of session" | "not kept":
+            case "in session" | "out of session" | "not kept" | "waiting":
                 self._requests.put(lambda: self._append(what, generation))
             case "failed" if failures and not reason:
                 kind = "symptoms" if all(each.is_echo() for each in failures) else "failures"
@@ -535,8 +535,7 @@ class PeerNodes:
             self._rendezvous.note_gone(generation, loss.neighbour.rank, certain=True)
 
     def _heed_waiting(self, _count: int) -> None:
-        generation = self._round.generation
-        self._requests.put(lambda: self._append("waiting", generation))
+        self._post(PeerEvent("asks for admission", -1, self._round.generation))
 
     def _heed_left_out(self) -> None:
         self._post(PeerEvent("left out", -1, self._round.generation))

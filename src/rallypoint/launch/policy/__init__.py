@@ -60,6 +60,7 @@ from .commands import (
 )
 from .decide import decide, signal_name, start
 from .events import (
+    AdmissionAsked,
     Broken,
     Event,
     GraceOver,
@@ -77,6 +78,7 @@ from .events import (
     PeersStopped,
     RoundFormed,
     SessionEntered,
+    SessionExpected,
     SessionFixed,
     SessionLeft,
     SessionMet,
@@ -84,10 +86,12 @@ from .events import (
     Swept,
     WorkerEnded,
 )
+from .sessions import why_nobody_is_admitted
 from .state import Aim, Phase, State, Verdict, awaits_sessions, is_at_full_strength, is_past
 
 
 __all__ = [
+    "AdmissionAsked",
     "Aim",
     "AskWorkers",
     "Broken",
@@ -117,6 +121,7 @@ __all__ = [
     "ReportRestart",
     "RoundFormed",
     "SessionEntered",
+    "SessionExpected",
     "SessionFixed",
     "SessionLeft",
     "SessionMet",
@@ -136,4 +141,5 @@ __all__ = [
     "is_past",
     "signal_name",
     "start",
+    "why_nobody_is_admitted",
 ]

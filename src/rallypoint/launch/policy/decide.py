@@ -19,6 +19,7 @@ from .commands import (
     TellPeers,
 )
 from .events import (
+    AdmissionAsked,
     Broken,
     Event,
     GraceOver,
@@ -36,6 +37,7 @@ from .events import (
     PeersStopped,
     RoundFormed,
     SessionEntered,
+    SessionExpected,
     SessionFixed,
     SessionLeft,
     SessionMet,
@@ -127,6 +129,12 @@ def decide(now: float, state: State, event: Event) -> Decision:
             why = f"node {node_rank} could not keep its workers"
             state = with_reason(state, why)
             return _membership_changed(now, state, why, fatal=True)
+        case SessionExpected():
+            return Decision(replace(state, expects_session=True), (), "a session is expected")
+        case AdmissionAsked():
+            why = sessions.why_nobody_is_admitted(now, state)
+            commands = () if why else (TellPeers("waiting"),)
+            return Decision(state, commands, why or "a node asks to be admitted")
         case NodeWaiting():
             return _node_waits(now, state)
         case PeersDone():

@@ -163,8 +163,18 @@ class PeerLeaves:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionExpected:
+    """The script of this node's workers will probably enter a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionAsked:
+    """A node asks to be admitted, and there is room. Only where the others are told of it; repeated."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeWaiting:
-    """A node waits to be admitted, and there is room."""
+    """A node is to be admitted. From all nodes, this one included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +234,9 @@ Event = (
     | LeftOut
     | NotKept
     | PeerLeaves
+    | AdmissionAsked
     | NodeWaiting
+    | SessionExpected
     | PeersDone
     | PeersStopped
     | SignalReceived

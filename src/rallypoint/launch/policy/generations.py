@@ -66,6 +66,9 @@ def round_formed(now: float, state: State, event: RoundFormed) -> Decision:
         said_in_session=False,
         comes=False,
         relied_on=False,
+        began=now,
+        expects_session=False,
+        is_ending=False,
         is_joining=False,
         formed=None,
     )

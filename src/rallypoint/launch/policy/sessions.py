@@ -16,6 +16,8 @@ from .state import Phase, State
 # Whether it holds, and in words.
 _Reason: TypeAlias = "tuple[bool, str]"
 
+# Seconds after the start of the workers: if they are in no session by then, nodes that come are not kept waiting for it.
+_SET_UP = 300.0
 _NOBODY = "no worker is left that has the session's state"
 
 
@@ -48,6 +50,22 @@ def why_not_kept(state: State) -> str:
         (state.has_left, OVER),
         *_outside(state, state.running),
         (state.is_sharded, "the state is sharded, without copies on other nodes"),
+    )
+
+
+def why_nobody_is_admitted(now: float, state: State) -> str:
+    """Why a node that asks is not admitted now. Empty: it is.
+
+    Before the workers are in their session, and once it has ended, all of them would have to start anew.
+    """
+    is_beginning = (
+        state.expects_session
+        and len(state.in_session) < state.nodes
+        and now - state.began < _SET_UP
+    )
+    return _first(
+        (state.has_left or state.is_ending, "the session has ended"),
+        (is_beginning, "it is admitted once all workers are in the session"),
     )
 
 
@@ -133,7 +151,7 @@ def note_node(state: State, node_rank: int, inside: bool) -> Decision:
             without_survivors=state.without_survivors - node,
         )
         return Decision(new, (), f"node {node_rank} is in a session")
-    new = replace(state, in_session=state.in_session - node)
+    new = replace(state, in_session=state.in_session - node, is_ending=True)
     return Decision(new, (), f"node {node_rank} has left its session")
 
 

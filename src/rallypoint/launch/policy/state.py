@@ -76,7 +76,10 @@ class State:
         comes: the workers of this node are to come to a session that is under way, and have not met the others.
         said_whole: as the nodes were to meet again, this node had lost no worker.
         relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on.
-        is_extra: they take nobody's place: the others go on without them.
+        began: when the round formed.
+    expects_session: this node's workers will probably enter a session.
+    is_ending: the session of another node has ended.
+    is_extra: they take nobody's place: the others go on without them.
         fails_alone: this node fails, and the others go on without it.
         is_joining: this node is to be in the next round already, while it ends its workers.
         formed: that round, if it has formed meanwhile.
@@ -121,6 +124,9 @@ class State:
     comes: bool = False
     said_whole: bool = False
     relied_on: bool = False
+    began: float = 0.0
+    expects_session: bool = False
+    is_ending: bool = False
     is_extra: bool = False
     fails_alone: bool = False
     is_joining: bool = False

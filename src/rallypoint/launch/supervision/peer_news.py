@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rallypoint import events
+from rallypoint._core import clock
 from rallypoint.launch import policy
 from rallypoint.launch.config import LaunchConfig, OnHang
 from rallypoint.launch.coordination.interface import PeerEvent
@@ -22,7 +23,16 @@ from .worker_signals import WorkerSignals
 
 # Reports that are no events for those who listen from outside.
 _UNTOLD = frozenset(
-    {"all_done", "reports", "in session", "out of session", "standstill", "left out", "told"}
+    {
+        "all_done",
+        "reports",
+        "in session",
+        "out of session",
+        "standstill",
+        "left out",
+        "told",
+        "asks for admission",
+    }
 )
 # Reports that count as soon as the generation that they are about has begun here.
 _HELD = frozenset({"worker lost", "in session", "out of session"})
@@ -74,6 +84,7 @@ class PeerNews:
         self._all_reported = all_reported
         self._restarts_on_hang = config.on_hang is OnHang.RESTART
         self._held: list[PeerEvent] = []
+        self._said = -1  # the generation in which people were told why nobody is admitted
 
     def begin(self) -> None:
         """A generation has begun: handle what was reported about it while this node was still ending the one before."""
@@ -157,6 +168,9 @@ class PeerNews:
                 why = f"failed: {event.reason}" if event.reason else "was told to leave"
                 note_lost(f"node {node_rank} {why}{self._lost_state}")
                 self._decide(policy.PeerLeaves(node_rank))
+            case "asks for admission":
+                self._say_why_nobody_is_admitted()
+                self._decide(policy.AdmissionAsked())
             case "waiting":
                 note_lost("a node wants to join")
                 self._decide(policy.NodeWaiting())
@@ -165,6 +179,14 @@ class PeerNews:
                 if event.reason:
                     note_lost(f"node {node_rank} failed: {event.reason}")
                 self._decide(policy.PeerFailed(node_rank, event.generation, echo))
+
+    def _say_why_nobody_is_admitted(self) -> None:
+        """Once in a round, if a node has to wait."""
+        state = self._now.state
+        why = policy.why_nobody_is_admitted(clock.MONOTONIC.now(), state)
+        if why and self._said != state.generation:
+            self._said = state.generation
+            self._say(f"a node waits to join: {why}")
 
     @property
     def _lost_state(self) -> str:
