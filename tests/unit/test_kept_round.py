@@ -76,7 +76,9 @@ RESTARTS = {"last_rank": 1, "facts": {}}
         ("more nodes", [member(0), member(1), member(2), NEW], [2, 2, 1, 1], None),
         ("the new node has other workers", [member(0), NEW, member(2)], [2, 4, 1], None),
         ("a rank has changed", [member(0), member(2), NEW], [2, 2, 1], None),
-        ("one has stopped its workers", [member(0), RESTARTS, member(2)], [2, 2, 1], None),
+        ("one has stopped its workers", [member(0), RESTARTS, member(2)], [2, 2, 1], {0, 2}),
+        ("it has the place of a lost one", [member(0), member(1), RESTARTS], [2, 2, 1], {0, 1}),
+        ("nobody else has its records", [RESTARTS, RESTARTS, member(2)], [2, 2, 1], None),
         ("of another round", [member(0), NEW, member(2, generation=3)], [2, 2, 1], None),
         ("nobody holds any", [NEW, NEW, NEW], [2, 2, 1], None),
         (
@@ -204,7 +206,6 @@ def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():
         ([member(0), member(1), member(2)], [2, 2, 1], ""),
         ([NEW, NEW, NEW], [2, 2, 1], ""),
         ([RESTARTS, RESTARTS, NEW], [2, 2, 1], ""),
-        ([member(0), RESTARTS, NEW], [2, 2, 1], "node 1 has no workers in the session any more"),
         ([member(0), NEW, member(2, generation=3)], [2, 2, 1], "of different rounds"),
         ([member(0, has_state=False), NEW, NEW], [2, 2, 1], "has the session's state"),
         ([member(0), member(1), NEW], [2, 1, 1], "node 1 has another number of workers"),

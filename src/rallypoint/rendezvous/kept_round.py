@@ -171,20 +171,13 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tupl
         workers: number of workers of each.
     """
     keepers: dict[int, tuple[int, Held]] = {}
-    without: list[int] = []
     for rank, record in enumerate(records):
-        last = record.get("last_rank")
-        if not isinstance(last, int):
-            continue  # a newcomer
-        held = Held.from_json(fields.facts_in(record).get("held"))
-        if held is None:
-            without.append(last)
-        else:
+        last, held = record.get("last_rank"), Held.from_json(fields.facts_in(record).get("held"))
+        # A member of the last round that has stopped its workers is like a newcomer.
+        if isinstance(last, int) and held is not None:
             keepers[rank] = last, held
     if not keepers:
         return None, ""
-    if without:
-        return None, f"node {without[0]} has no workers in the session any more"
     same = {(each.generation, each.workers, each.first) for _, each in keepers.values()}
     if len(same) != 1:
         return None, "the nodes hold workers of different rounds"
