@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from elastic import listens, wait_until
 from ports import free_port
@@ -337,3 +338,41 @@ def test_a_node_is_lost_while_the_workers_of_another_one_are_yet_to_be_started(j
     assert kept == [0, 1], str(job)
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_workers_that_are_yet_to_be_started_belong_to_the_round_that_forms_next(
+    job: Job, copies: int
+) -> None:
+    """The node with the workers' store is lost. Another one is lost just as its successor could start workers."""
+    job.copies = copies
+    # The job's store is not on any node: one that imports could not serve it.
+    store = TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
+    for _ in range(NODES):
+        job.start(spares=0)
+    job.trains(beyond=5)
+    before = job.progress()
+    ranks = {job.worker(node)["rank"]: node for node in job.living}
+    (job.folder / "slow").touch()
+    ranks[0].process.send_signal(signal.SIGKILL)
+    ranks[0].process.wait()
+    slow = job.start(spares=0, slow=True)
+    wait_until(lambda: ranks[1].counts("takes its place (rank 0)"), "a node comes", 60)
+    ranks[3].process.send_signal(signal.SIGKILL)
+    ranks[3].process.wait()
+
+    def status() -> dict[str, Any]:
+        told: dict[str, Any] = connect(str(slow.process.pid)).status()
+        return told
+
+    wait_until(lambda: "the nodes meet again" in status()["state"], "they meet again", 30)
+    (job.folder / "slow").unlink()
+    wait_until(lambda: status()["is_ready"], "workers can be started", 60)
+    job.start(spares=0)
+    # Two copies of the records of rank 3 were on the two nodes that are lost.
+    after = job.trains_again() if copies == 3 else job.begins_anew(before)
+    kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
+    assert kept == ([1, 2] if copies == 3 else []), str(job)
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)
+    del store

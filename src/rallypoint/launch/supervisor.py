@@ -493,7 +493,8 @@ class Supervisor:
             self._loop.watch(read)
             self._server.channel.send({"do": "probe"}, [write])
             os.close(write)
-        if self._start_is_due:
+        if self._start_is_due and self._now.state.phase is Phase.RUNNING:
+            # Not while the nodes meet again: the next round has another store, for which the socket is.
             self._start_workers()
 
     def _finish_probe(self) -> None:
@@ -698,7 +699,10 @@ class Supervisor:
         """The nodes have met again after the loss of one: the workers of this node continue."""
         why, self._causes.lost = self._causes.lost or "a node is lost", ""
         if self._start_is_due:
-            return  # the fork server still imports: they are started for this round
+            # The fork server still imported when the last round formed. They are started for this one.
+            if self._server_ready:
+                self._start_workers()
+            return
         self._signals.peers_stop = False
         self._causes.of_peers = ()
         ready = self._now.round
@@ -793,7 +797,8 @@ class Supervisor:
     def _start_nothing(self) -> None:
         """The job was stopped while the fork server still imports: count the workers as ended."""
         self._start_is_due = False
-        self._close_store_socket()
+        if not self._now.state.is_joining:
+            self._close_store_socket()  # else it is that of the next round
         for index in sorted(self._now.state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
 
