@@ -4,7 +4,7 @@
     python bench/soak_session_nodes.py --faults 500 --spares 1 --output bench/results/soak_session_nodes.json
 
 Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each. The model and its training
-are those of soak_sessions.py, with ``copies=3``. Faults follow one another, some while the one before is being recovered from:
+are those of soak_sessions.py, with ``copies=4``. Faults follow one another, some while the one before is being recovered from:
 
 - one worker, two workers, a supervisor, two supervisors, or the node with the store is killed;
 - a worker and the supervisor of another host are killed at once;
@@ -143,9 +143,9 @@ KINDS = (
 
 def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
-    # Two nodes are lost at once, so what only one rank has is kept on two others.
+    # Faults follow one another, so three nodes may be lost before the first is back: what only one rank has is kept on all.
     script = TRAIN.replace(
-        "elastic.session(net, optimizer)", "elastic.session(net, optimizer, copies=3)"
+        "elastic.session(net, optimizer)", f"elastic.session(net, optimizer, copies={HOSTS})"
     )
     assert script != TRAIN
     (folder / "train.py").write_text(script)
