@@ -8,7 +8,7 @@ import secrets
 import socket
 from pathlib import Path
 
-from rallypoint._core import private, user_folder
+from rallypoint._core import private, unix_listener, user_folder
 
 
 _FOLDER = "jobs"
@@ -47,8 +47,7 @@ def bind(run_id: str) -> tuple[socket.socket, Path]:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 listener.setblocking(False)
-                listener.bind(os.fspath(path))
-                listener.listen(16)
+                unix_listener.listen(listener, path, 16)
             except OSError:
                 listener.close()
                 raise

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rallypoint
-from rallypoint._core import clock, linux, private, process, user_folder
+from rallypoint._core import clock, linux, private, process, unix_listener, user_folder
 from rallypoint.launch import torch_private
 
 from . import warm_key
@@ -182,9 +182,7 @@ def _dial(path: Path) -> socket.socket | None:
 @contextmanager
 def _listening(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(os.fspath(path))
-        path.chmod(STARTING)
-        listener.listen(64)
+        unix_listener.listen(listener, path, 64, STARTING)
         yield listener
 
 
