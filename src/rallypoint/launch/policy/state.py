@@ -77,9 +77,9 @@ class State:
         said_whole: as the nodes were to meet again, this node had lost no worker.
         relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on.
         began: when the round formed.
-    expects_session: this node's workers will probably enter a session.
-    is_ending: the session of another node has ended.
-    is_extra: they take nobody's place: the others go on without them.
+        expects_session: this node's workers will probably enter a session.
+        is_ending: the session of another node has ended.
+        is_extra: they take nobody's place: the others go on without them.
         fails_alone: this node fails, and the others go on without it.
         is_joining: this node is to be in the next round already, while it ends its workers.
         formed: that round, if it has formed meanwhile.
