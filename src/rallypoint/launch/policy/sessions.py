@@ -65,7 +65,10 @@ def why_nobody_is_admitted(now: float, state: State) -> str:
     )
     return _first(
         (state.has_left or state.is_ending, "the session has ended"),
-        (is_beginning, "it is admitted once all workers are in the session"),
+        (
+            is_beginning,
+            f"it is admitted once all workers are in the session ({_SET_UP:g} s after their start, if they are in none)",
+        ),
     )
 
 
