@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Set in many container images. Without bytecode every launch of a test compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-deep test-long check docs pictures format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
+.PHONY: wheel compiled-tests test-python public-names test-beside test-clocks root-cause wild wild-sample bench-rpc fuzz-rpc fuzz-records parity parity-join parity-live help demo test test-deep test-long check docs pictures format bench bench-rendezvous bench-elastic bench-join bench-collectives soak soak-elastic soak-rpc memory-rpc clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,10 @@ test-beside: $(STAMP) ## its first part: five files in parallel
 test-clocks: $(STAMP) ## its second part: timing-sensitive tests
 	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild and not wheel" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+
+# In a new clone, each of the processes that run tests in parallel would compile all files for itself.
+compiled-tests: $(STAMP) ## compiles the tests, once for all processes that run them
+	$(BIN)/python -m pytest -q --collect-only -m "not long" tests >/dev/null
 
 # Another PYTHON than the tests' own; torch is not installed, and tests that need it are skipped (tests/conftest.py).
 OTHER = .venv-$(notdir $(PYTHON))

@@ -46,6 +46,7 @@ LITTLE = {
     "soak_rpc.py": ["--faults", "60"],
     "soak_session_nodes.py": ["--faults", "4"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
+    "state_transfer.py": QUICK,
     "strangers.py": QUICK,
     "tracing.py": QUICK,
     "warm.py": QUICK,

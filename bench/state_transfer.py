@@ -1,0 +1,290 @@
+"""How fast a lost worker's state arrives, beside a bare copy and a bare socket, and what sending it costs the survivor; prints JSON.
+
+    python bench/state_transfer.py --quick
+    python bench/state_transfer.py --output bench/results/state_transfer.json
+
+DistributedDataParallel and Adam, 100 million parameters, two workers: on one host, and on two (network namespaces, which need root
+and iproute2; without them, this part is left out). One worker is killed in its step, again and again in the same job. The state
+comes from the other one. Beside it, as often: as many bytes copied from one process to another through shared memory, and sent
+from one host to the other over a plain TCP connection, into memory that the receiver has just been given, as a replacement has.
+The survivor's memory is what it had at its peak from the kill to its next steps; in turn, the worker is not killed. See bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hosts import Network, address, available
+from jobs import RALLY, Job, Progress, adopt_orphans, machine, publish, spread
+
+
+SMALL = (1000, 10)
+LARGE = (2000, 25)  # 100 million parameters
+GIVE_UP = 120.0
+PORT = 29517
+# DistributedDataParallel has 25 MiB in one, by default.
+BUCKET = 25 << 20
+HALF = 0.5
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from rallypoint import elastic
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+folder, width, depth, turns = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+torch.set_num_threads(1)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+net = DDP(torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(depth))))
+optimizer = torch.optim.Adam(net.parameters())
+x = torch.ones(8, width)
+EVERY = 6
+with elastic.session(net, optimizer) as session:
+    rank = dist.get_rank()
+    while session.position < EVERY * (turns + 1):
+        with session.step():
+            turn, place = divmod(session.position, EVERY)
+            if turn and not place and rank == 1 and not (folder / f"go{turn}").exists():
+                (folder / f"held{turn}").write_text(str(os.getpid()))
+                while not (folder / f"go{turn}").exists():
+                    time.sleep(0.01)
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            note = folder / f"pid{session.position}.new"
+            note.write_text(str(os.getpid()))
+            note.rename(folder / f"pid{session.position}")
+            # Its peak is read before it goes on behind a turn.
+            turn, place = divmod(session.position, EVERY)
+            while turn and place == EVERY // 2 and not (folder / f"read{turn}").exists():
+                time.sleep(0.01)
+"""
+EVERY = 6
+
+# One process writes shared memory, the other one copies it out of there into memory of its own.
+COPY = """
+import mmap, os, sys, time
+import numpy
+size, step = int(sys.argv[1]), 16 << 20
+shared = numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
+source = numpy.ones(size, numpy.uint8)
+(ready, tell), (done, finish) = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.close(tell)
+    target = numpy.empty(size, numpy.uint8)
+    for start in range(0, size, step):
+        assert os.read(ready, 1)
+        target[start : start + step] = shared[start : start + step]
+    os.write(finish, b"x")
+    os._exit(0)
+# Whoever is left alone notices.
+os.close(ready), os.close(finish)
+began = time.perf_counter()
+for start in range(0, size, step):
+    shared[start : start + step] = source[start : start + step]
+    os.write(tell, b"x")
+assert os.read(done, 1)
+print(time.perf_counter() - began)
+"""
+RECEIVE = """
+import socket, sys, time
+import numpy
+size = int(sys.argv[1])
+with socket.create_server((sys.argv[2], int(sys.argv[3]))) as server:
+    print("listens", flush=True)
+    connection, _ = server.accept()
+view = memoryview(numpy.empty(size, numpy.uint8))
+connection.sendall(b"x")
+began, at = time.perf_counter(), 0
+while at < size:
+    got = connection.recv_into(view[at:])
+    assert got
+    at += got
+print(time.perf_counter() - began)
+"""
+SEND = """
+import socket, sys
+import numpy
+size = int(sys.argv[1])
+view = memoryview(numpy.ones(size, numpy.uint8))
+connection = socket.create_connection((sys.argv[2], int(sys.argv[3])))
+assert connection.recv(1)
+connection.sendall(view)
+assert not connection.recv(1)
+"""
+
+
+# -- what it is compared with -----------------------------------------------------------------------
+
+
+def bare_copy(size: int) -> float:
+    command = [sys.executable, "-c", COPY, str(size)]
+    return float(subprocess.run(command, capture_output=True, check=True, timeout=GIVE_UP).stdout)
+
+
+def bare_socket(size: int, network: Network) -> float:
+    words = [str(size), address(0), str(PORT)]
+    receiver = subprocess.Popen(
+        network.command(0, [sys.executable, "-c", RECEIVE, *words]), stdout=subprocess.PIPE
+    )
+    with receiver:
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        sender = network.command(1, [sys.executable, "-c", SEND, *words])
+        subprocess.run(sender, check=True, timeout=GIVE_UP)
+        return float(receiver.stdout.read())
+
+
+# -- a session ------------------------------------------------------------------------------------
+
+
+def wait_for(path: Path, jobs: list[Job]) -> str:
+    deadline = time.monotonic() + GIVE_UP
+    while not path.exists() or not path.read_text():
+        if time.monotonic() > deadline or any(each.popen.poll() is not None for each in jobs):
+            said = "\n".join(each.stderr.read_text()[-2000:] for each in jobs)
+            raise SystemExit(f"{path.name} does not come:\n{said}")
+        time.sleep(0.002)  # a bench may poll what it measures
+    return path.read_text()
+
+
+def memory(pid: int, name: str) -> int:
+    """Bytes, from /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * int(next(each.split()[1] for each in lines if each.startswith(name + ":")))
+
+
+def turn_of(folder: Path, turn: int, jobs: list[Job], *, kill: bool) -> int:
+    """The worker with rank 1 waits in a step; kill it, or let it go on. Returns by how much the memory of the other one grew."""
+    victim = int(wait_for(folder / f"held{turn}", jobs))
+    survivor = int(wait_for(folder / f"pid{turn * EVERY}", jobs))
+    time.sleep(1.0)  # the survivor comes to wait for it, too
+    Path(f"/proc/{survivor}/clear_refs").write_text("5")
+    before = memory(survivor, "VmRSS")
+    (folder / f"go{turn}").touch()
+    if kill:
+        os.kill(victim, signal.SIGKILL)
+    wait_for(folder / f"pid{turn * EVERY + EVERY // 2}", jobs)
+    grown = memory(survivor, "VmHWM") - before
+    (folder / f"read{turn}").touch()
+    return grown
+
+
+def session(shape: tuple[int, int], kills: int, network: Network | None, progress: Progress) -> Any:
+    """A job in which workers are killed."""
+    where = "one host" if network is None else "two hosts"
+    with tempfile.TemporaryDirectory() as path, ExitStack() as stack:
+        folder = Path(path)
+        (folder / "train.py").write_text(TRAIN)
+        script = [str(folder / "train.py"), path, *map(str, shape), str(2 * kills)]
+        jobs = []
+        for host in range(1 if network is None else 2):
+            (folder / f"host{host}").mkdir()
+            words = [*RALLY, "--max-losses", "1000"]
+            if network is None:
+                words += ["--nproc-per-node", "2", *script]
+            else:
+                words += ["--nnodes", "2:2", "--rdzv-endpoint", f"{address(0)}:{PORT}"]
+                words = network.command(host, [*words, "--insecure", *script])
+            job = Job(
+                words,
+                folder / f"host{host}",
+                RALLY_EVENTS=str(folder / f"events{host}"),
+                TMPDIR=str(folder / f"host{host}"),
+                **({} if network is None else {"GLOO_SOCKET_IFNAME": "eth0"}),
+            )
+            stack.callback(job.clean_up)
+            jobs.append(job)
+        grown: dict[bool, list[int]] = {False: [], True: []}
+        for turn in range(1, 2 * kills + 1):
+            kill = turn % 2 == 0
+            progress.step(f"{where}: {'kill' if kill else 'no kill'} {(turn + 1) // 2}")
+            grown[kill].append(turn_of(folder, turn, jobs, kill=kill))
+        for job in jobs:
+            if job.wait(GIVE_UP) != 0:
+                raise SystemExit(job.stderr.read_text()[-2000:])
+        events = [
+            json.loads(line)
+            for file in folder.glob("events*")
+            for line in file.read_text().splitlines()
+        ]
+    came = [
+        each for each in events if each["kind"] == "session_recovered" and each["bytes_received"]
+    ]
+    return {
+        "bytes": max(each["bytes_received"] for each in came),
+        "transfer_s": spread([each["transferred"] for each in came]),
+        "survivor_grew_mib": spread([each / 2**20 for each in grown[True]], 1),
+        "survivor_grew_without_a_kill_mib": spread([each / 2**20 for each in grown[False]], 1),
+    }
+
+
+# -- command --------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one kill, 10 million parameters")
+    parser.add_argument("--kills", type=int, default=5, help="of each job (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    adopt_orphans()
+    shape, kills = (SMALL, 1) if options.quick else (LARGE, options.kills)
+    result: dict[str, Any] = {"benchmark": "state_transfer", "machine": machine()}
+    result["targets"] = targets = []
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(2)) if available() else None
+        progress = Progress(3 * kills * (1 if network is None else 2))
+        for name, hosts in (("one_host", None), ("two_hosts", network)):
+            if name == "two_hosts" and hosts is None:
+                continue
+            row = result[name] = session(shape, kills, hosts, progress)
+            bare = []
+            for number in range(1, kills + 1):
+                progress.step(f"{name.replace('_', ' ')}: bare {number}")
+                size = row["bytes"]
+                bare.append(bare_copy(size) if hosts is None else bare_socket(size, hosts))
+            row["bare_s"] = spread(bare)
+            share = statistics.median(bare) / row["transfer_s"]["median"]
+            what = "a bare copy through shared memory" if hosts is None else "a bare TCP connection"
+            holds = None if options.quick else share >= HALF
+            targets.append(
+                {
+                    "what": f"state arrives at half the speed of {what} or more",
+                    "value": round(share, 2),
+                    "holds": holds,
+                }
+            )
+            more = (
+                row["survivor_grew_mib"]["median"]
+                - row["survivor_grew_without_a_kill_mib"]["median"]
+            )
+            targets.append(
+                {
+                    "what": f"{name.replace('_', ' ')}: the survivor's memory grows by a bucket (25 MiB) at most, median",
+                    "value": round(more, 1),
+                    "holds": None if options.quick else more * 2**20 <= BUCKET,
+                }
+            )
+        progress.close()
+    return 1 if publish(result, options.output) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
