@@ -35,8 +35,9 @@ from rallypoint.control.client import connect
 
 
 WORKERS = 4
-# One line of the board for each rank: pid, steps it has completed, when it completed the last; when it did the one before.
-LINE = struct.Struct("=qqd")
+# One line of the board for each rank: pid, steps it has completed, when it completed the last one, and the first one behind its
+# newest recovery, if it knows of any.
+LINE = struct.Struct("=qqdd")
 GIVE_UP = 120.0
 # Steps of a job without a loss, of which the first are not counted.
 CALM_STEPS, WARM_UP = 260, 60
@@ -52,7 +53,7 @@ TRAIN = """
 import mmap, os, struct, sys, time
 width, mode, setup = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 folder = os.environ["NOTES"]
-LINE = struct.Struct("=qqd")
+LINE = struct.Struct("=qqdd")
 board = mmap.mmap(os.open(f"{folder}/board", os.O_RDWR), 0)
 if mode == "session":
     from rallypoint import elastic
@@ -73,8 +74,8 @@ def train():
     optimizer.step()
     optimizer.zero_grad()
 
-def note(step):
-    LINE.pack_into(board, rank * LINE.size, os.getpid(), step, time.monotonic())
+def note(step, recovered=0.0):
+    LINE.pack_into(board, rank * LINE.size, os.getpid(), step, time.monotonic(), recovered)
 
 def over(step):
     stop = torch.tensor([float(step >= limit or os.path.exists(f"{folder}/stop"))])
@@ -85,7 +86,7 @@ spent = []
 if mode == "session":
     with elastic.session(net, optimizer) as session:
         rank = dist.get_rank()  # asked here, a spare can be any
-        done = False
+        done, met, recovered = False, 0, 0.0
         while not done:
             if session.position % 11 == 10:
                 done = session.run(over, session.position)
@@ -94,7 +95,9 @@ if mode == "session":
             with session.step():
                 train()
             spent.append(time.perf_counter() - began)
-            note(session.position)
+            if len(session.history) != met:
+                met, recovered = len(session.history), time.monotonic()
+            note(session.position, recovered)
 else:
     step, rank = 0, dist.get_rank()
     if mode == "restart" and os.path.exists(saved):
@@ -174,7 +177,7 @@ class Board:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
 
-    def lines(self) -> list[tuple[int, int, float]]:
+    def lines(self) -> list[tuple[int, int, float, float]]:
         return [LINE.unpack_from(self._map, rank * LINE.size) for rank in range(self._workers)]
 
     def wait(self, what: Any, job: Job) -> list[tuple[int, int, float]] | None:
@@ -280,7 +283,7 @@ def lose(
         )
         try:
             progress.step(f"{name}: start")
-            board.wait(lambda lines: all(step > 3 for _, step, _ in lines), job)
+            board.wait(lambda lines: all(step > 3 for _, step, *_ in lines), job)
             for number in numbers:
                 progress.step(f"{name}: kill {number}")
                 time.sleep(chance.uniform(0.5, 1.5) if width < 5000 else chance.uniform(5.0, 9.0))
@@ -294,27 +297,32 @@ def lose(
                 except ProcessLookupError:
                     break
                 others = [rank for rank in range(workers) if rank != victim]
-                furthest = max(step for _, step, _ in board.lines())
+                furthest = max(step for _, step, *_ in board.lines())
 
                 def back(lines: Any, ranks: list[int], at: float = at, was: Any = before) -> bool:
                     # A step that was completed after the kill with the lost one's gradient is not a recovery.
                     return all(
-                        lines[rank][2] > at
-                        and (lines[rank][0] != was[rank][0] or lines[rank][1] > was[rank][1] + 1)
+                        recovered > at
+                        or (last > at and (pid != was[rank][0] or step > was[rank][1] + 1))
                         for rank in ranks
+                        for pid, step, last, recovered in (lines[rank],)
                     )
 
                 def whole_again(lines: Any, others: Any = others, at: float = at) -> bool:
-                    return all(last > at for _, _, last in lines) and back(lines, others)
+                    return all(last > at for _, _, last, _ in lines) and back(lines, others)
+
+                def when(line: Any, at: float = at) -> float:
+                    _, _, last, recovered = line
+                    return (recovered if recovered > at else last) - at
 
                 found = board.wait(lambda lines, ranks=others: back(lines, ranks), job)
                 whole = board.wait(whole_again, job) if replaces else found
                 if found is None or whole is None:
                     break
-                seen.survivors_s.append(max(found[rank][2] for rank in others) - at)
+                seen.survivors_s.append(max(when(found[rank]) for rank in others))
                 if replaces:
-                    seen.all_s.append(max(last for _, _, last in whole) - at)
-                seen.lost.append(max(0, furthest + 1 - min(step for _, step, _ in found)))
+                    seen.all_s.append(max(map(when, whole)))
+                seen.lost.append(max(0, furthest + 1 - min(step for _, step, *_ in found)))
                 seen.kept = seen.kept and all(before[each][0] == whole[each][0] for each in others)
             (folder / "stop").touch()
             job.wait(GIVE_UP)

@@ -25,8 +25,8 @@ from typing import Any
 
 # What of each must be there.
 MODULES = {"torchft": "torchft", "nvrx": "nvidia_resiliency_ext"}
-# As in recovery.py: pid, steps it has completed, when it completed the last one.
-LINE = struct.Struct("=qqd")
+# As in recovery.py: pid, steps it has completed, when it completed the last one; of recoveries they tell nothing.
+LINE = struct.Struct("=qqdd")
 # Gloo's operations cannot be aborted, so NVRx waits until they time out: 30 minutes by default.
 NVRX_TIMEOUT = timedelta(seconds=5)
 
@@ -79,7 +79,7 @@ def work(kind: str, width: int, setup: float, index: int) -> None:
     net = torch.nn.Linear(width, width, bias=False)
 
     def note(step: int) -> None:
-        LINE.pack_into(board, index * LINE.size, os.getpid(), step, time.monotonic())
+        LINE.pack_into(board, index * LINE.size, os.getpid(), step, time.monotonic(), 0.0)
 
     (with_torchft if kind == "torchft" else with_nvrx)(net, torch.ones(8, width), note)
 
