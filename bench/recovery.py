@@ -45,8 +45,8 @@ CALM_STEPS, WARM_UP = 260, 60
 LARGE = 10_000
 # What those that are not ours are tried with: a part of the name, width, seconds of set-up.
 RIVALS = (("", 1000, 0.0), (", 3 s of set-up", 1000, 3.0))
-OVERHEAD, SPARE_TIME = 1.01, 0.4
-# With a spare, four and eight workers.
+# Seconds that are promised: without a spare; with one, for four and for eight workers.
+WITHOUT_SPARE = 0.4
 WITH_SPARE, WITH_SPARE_OF_8 = 0.2, 0.25
 
 TRAIN = """
@@ -322,7 +322,7 @@ def lose(
                 seen.survivors_s.append(max(when(found[rank]) for rank in others))
                 if replaces:
                     seen.all_s.append(max(map(when, whole)))
-                seen.lost.append(max(0, furthest + 1 - min(step for _, step, *_ in found)))
+                seen.lost.append(max(0, furthest + 1 - min(found[rank][1] for rank in others)))
                 seen.kept = seen.kept and all(before[each][0] == whole[each][0] for each in others)
             (folder / "stop").touch()
             job.wait(GIVE_UP)
@@ -365,7 +365,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few kills, the small model only")
-    parser.add_argument("--spares", action="store_true", help="only the losses with a spare")
+    parser.add_argument(
+        "--spares",
+        action="store_true",
+        help="only the losses with a spare and those of eight workers",
+    )
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("--plot", type=Path, help="write a plot here")
     options = parser.parse_args()
@@ -388,17 +392,18 @@ def main() -> int:
             for more, width, setup in RIVALS[: 1 if quick else None]
         ),
     ]
-    # Workers, seconds of set-up, kills, seconds that are promised.
-    with_spare = {
-        "session, a spare, 3 s of set-up": (WORKERS, 3.0, 1 if quick else 8, WITH_SPARE),
-        **({} if quick else {"session, a spare, 3 s, 8 workers": (8, 3.0, 8, WITH_SPARE_OF_8)}),
+    # Workers, seconds of set-up, spares, kills, seconds that are promised.
+    promises = {
+        "session, a spare, 3 s of set-up": (WORKERS, 3.0, 1, 1 if quick else 8, WITH_SPARE),
+        **({} if quick else {"session, a spare, 3 s, 8 workers": (8, 3.0, 1, 8, WITH_SPARE_OF_8)}),
+        **({} if quick else {"session, 8 workers": (8, 0.0, 0, 8, WITHOUT_SPARE)}),
     }
     if options.spares:
         cases = []
     turns = 0 if options.spares else 1 if quick else 7
     # Each job has a line of progress, and each kill.
     lines = sum(count + (count if mode == "nvrx" else 1) for _, _, mode, *_, count in cases)
-    lines += sum(1 + count for *_, count, _ in with_spare.values())
+    lines += sum(1 + count for *_, count, _ in promises.values())
     progress = Progress(lines + 2 * turns + (not quick))
     result: dict[str, Any] = {"benchmark": "recovery", "machine": machine(), "workers": WORKERS}
     rows = result["losses"] = {
@@ -406,8 +411,8 @@ def main() -> int:
         for name, launcher, mode, width, setup, count in cases
     }
     result["targets"] = []
-    for name, (workers, setup, count, promised) in with_spare.items():
-        row = losses(RALLY, "session", 1000, setup, count, progress, name, workers, 1)
+    for name, (workers, setup, spares, count, promised) in promises.items():
+        row = losses(RALLY, "session", 1000, setup, count, progress, name, workers, spares)
         rows[name] = {"workers": workers, **row}
         found = row["all_next_step_s"]["median"]
         holds = None if quick else found is not None and found <= promised
@@ -423,6 +428,7 @@ def main() -> int:
             spent[mode].append(steps(mode, CALM_STEPS) * 1000)
     calm = result["step_ms"] = {mode: spread(each) for mode, each in spent.items()}
     ratios = [mine / theirs for mine, theirs in zip(spent["session"], spent["plain"], strict=True)]
+    # Whether it is 1 % at most, as promised, these few turns cannot tell: session_steps.py does.
     result["step_ratio"] = spread(ratios)
     found = rows["session"]["all_next_step_s"]["median"]
     result["ratio_to_restart"] = ratio(
@@ -430,14 +436,9 @@ def main() -> int:
     )
     result["targets"] += [
         {
-            "what": "a step in a session at most 1.01 times a plain one (median of the turns)",
-            "value": result["step_ratio"]["median"],
-            "holds": None if quick else result["step_ratio"]["median"] <= OVERHEAD,
-        },
-        {
-            "what": f"kill to the next step of all at most {SPARE_TIME} s, median",
+            "what": f"kill to the next step of all at most {WITHOUT_SPARE} s, median",
             "value": found,
-            "holds": None if quick else found is not None and found <= SPARE_TIME,
+            "holds": None if quick else found is not None and found <= WITHOUT_SPARE,
         },
     ]
     if not quick:
