@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-KIND = sys.argv[3]
+KIND, BACKEND = sys.argv[3:]
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -44,7 +44,7 @@ class Net(nn.Module):
         return self.last(x)
 
 def compiled(module):
-    return torch.compile(module, backend="aot_eager")
+    return torch.compile(module, backend=BACKEND)
 
 inner = Net()
 if KIND == "fsdp2":
@@ -86,11 +86,20 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["within", "around", "collective", "fsdp2"])
-def test_survivors_compile_nothing_again(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("within", "eager"),
+        *(
+            pytest.param(kind, "aot_eager", marks=pytest.mark.long)
+            for kind in ("within", "around", "collective", "fsdp2")
+        ),
+    ],
+)
+def test_survivors_compile_nothing_again(tmp_path: Path, kind: str, backend: str) -> None:
     faults = [[2, 1, "forward"], [5, 0, "backward"], [8, 1, "backward"]]
-    ends, _ = train(tmp_path / "job", SCRIPT, WORKERS, faults, kind)
-    assert ends == undisturbed(SCRIPT, WORKERS, kind)
+    ends, _ = train(tmp_path / "job", SCRIPT, WORKERS, faults, kind, backend)
+    assert ends == undisturbed(SCRIPT, WORKERS, kind, backend)
     lived_all_along, before, after = json.loads((tmp_path / "job" / "graphs 2").read_text())
     assert lived_all_along == len(faults)
     assert 0 < before == after
