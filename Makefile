@@ -40,7 +40,7 @@ test-clocks: $(STAMP) ## its second part: timing-sensitive tests
 
 # In a new clone, each of the processes that run tests in parallel would compile all files for itself.
 compiled-tests: $(STAMP) ## compiles the tests, once for all processes that run them
-	$(BIN)/python -m pytest -q --collect-only -m "not long" tests >/dev/null
+	$(BIN)/python -m pytest -q --collect-only -m "not long" tests >$(VENV)/collected || { cat $(VENV)/collected; exit 1; }
 
 # Another PYTHON than the tests' own; torch is not installed, and tests that need it are skipped (tests/conftest.py).
 OTHER = .venv-$(notdir $(PYTHON))

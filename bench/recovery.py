@@ -180,7 +180,7 @@ class Board:
     def lines(self) -> list[tuple[int, int, float, float]]:
         return [LINE.unpack_from(self._map, rank * LINE.size) for rank in range(self._workers)]
 
-    def wait(self, what: Any, job: Job) -> list[tuple[int, int, float]] | None:
+    def wait(self, what: Any, job: Job) -> list[tuple[int, int, float, float]] | None:
         """The lines once ``what`` holds of them; a bench may poll what it measures."""
         end = time.monotonic() + GIVE_UP
         while time.monotonic() < end and job.popen.poll() is None:

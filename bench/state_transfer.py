@@ -25,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hosts import Network, address, available
 from jobs import RALLY, Job, Progress, adopt_orphans, machine, publish, spread
 
@@ -154,12 +155,6 @@ def wait_for(path: Path, jobs: list[Job]) -> str:
     return path.read_text()
 
 
-def resident(pid: int) -> int:
-    """Bytes, from /proc/PID/status."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * int(next(each.split()[1] for each in lines if each.startswith("VmRSS:")))
-
-
 def recoveries(folder: Path) -> list[dict[str, Any]]:
     found = [
         json.loads(line)
@@ -172,16 +167,16 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 def kill_one(folder: Path, turn: int, jobs: list[Job]) -> int:
     """Kill the worker with rank 1, which waits in a step. Returns by how much the memory of the other one grew while it sent."""
     victim = int(wait_for(folder / f"held{turn}", jobs))
-    survivor = int(wait_for(folder / "survivor", jobs))
+    survivor = psutil.Process(int(wait_for(folder / "survivor", jobs)))
     time.sleep(1.0)  # the survivor comes to wait for it, too
     os.kill(victim, signal.SIGKILL)
-    seen, deadline = [(time.monotonic(), resident(survivor))], time.monotonic() + GIVE_UP
+    seen, deadline = [(time.monotonic(), survivor.memory_info().rss)], time.monotonic() + GIVE_UP
     # A bench may poll what it measures.
     while len(done := [each for each in recoveries(folder) if each["bytes_received"]]) < turn:
         if time.monotonic() > deadline:
             raise SystemExit(f"no state arrives:\n{jobs[0].stderr.read_text()[-2000:]}")
         time.sleep(0.003)
-        seen.append((time.monotonic(), resident(survivor)))
+        seen.append((time.monotonic(), survivor.memory_info().rss))
     began = seen[-1][0] - done[-1]["transferred"]
     before = [size for at, size in seen if at <= began][-1]
     return max(size for at, size in seen if at >= began) - before

@@ -12,9 +12,9 @@ from trainings import train, undisturbed
 
 pytestmark = pytest.mark.integration
 
-WORKERS, STEPS = 3, 12
-SCRIPT = f"""
-import json, os, sys
+WORKERS = 3
+SCRIPT = """
+import json, sys
 from faulty import FOLDER, die_at
 from rallypoint import elastic
 import torch
@@ -56,13 +56,13 @@ elif KIND == "around":
 else:
     net = DDP(compiled(inner))
 optimizer = torch.optim.AdamW(inner.parameters(), lr=0.01)
-data = [torch.randn(8, 8) for _ in range({STEPS})]
+data = [torch.randn(8, 8) for _ in range(12)]
 
 def graphs():
     return counters["stats"]["unique_graphs"]
 
 after_the_first = None
-with elastic.session(net, optimizer, **({{"snapshot_every": 3}} if KIND == "fsdp2" else {{}})) as session:
+with elastic.session(net, optimizer, **({"snapshot_every": 3} if KIND == "fsdp2" else {})) as session:
     for x in session.batches(data):
         with session.step():
             loss = net(x + rank).square().mean()
@@ -79,9 +79,9 @@ with elastic.session(net, optimizer, **({{"snapshot_every": 3}} if KIND == "fsdp
         for value in (each.full_tensor() if KIND == "fsdp2" else each).flatten().tolist()
     ]
     recovered = len(session.history)
-(FOLDER / f"end {{rank}}").write_text(json.dumps([end, session.position]))
+(FOLDER / f"end {rank}").write_text(json.dumps([end, session.position]))
 # A process that has lived all along has recovered from each loss.
-(FOLDER / f"graphs {{rank}}").write_text(json.dumps([recovered, after_the_first, graphs()]))
+(FOLDER / f"graphs {rank}").write_text(json.dumps([recovered, after_the_first, graphs()]))
 dist.destroy_process_group()
 """
 
