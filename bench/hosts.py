@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
+import tempfile
 from typing import Self
 
 import psutil
@@ -52,13 +54,37 @@ class Network:
         """Words that run ``words`` on that host, in the same process."""
         return ["ip", "netns", "exec", self.hosts[index], *words]
 
+    def open_sockets(self) -> list[str]:
+        """Sockets of these hosts that a process holds: those that the kernel still closes by itself have no inode."""
+        found = []
+        for host in self.hosts:
+            for kind in ("tcp", "tcp6", "udp", "udp6"):
+                lines = _ip("netns", "exec", host, "cat", f"/proc/net/{kind}").splitlines()[1:]
+                found += [f"{host} {kind} {each}" for each in lines if each.split()[9] != "0"]
+            lines = _ip("netns", "exec", host, "cat", "/proc/net/unix").splitlines()[1:]
+            found += [f"{host} unix {each}" for each in lines]
+        return found
+
     def cable(self, index: int, state: str) -> None:
         """Pull the host's cable ("down") or plug it in again ("up")."""
         _ip("-n", self.switch, "link", "set", f"p{index}", state)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout
+
+
+def named_things() -> set[str]:
+    """What outlives its process unless somebody removes it: shared memory with a name, and paths of Unix sockets."""
+    found = {os.path.join("/dev/shm", name) for name in os.listdir("/dev/shm")}
+    for root in {tempfile.gettempdir(), "/tmp", f"/run/user/{os.geteuid()}"}:
+        for folder, _, names in os.walk(root):
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):
+                    if stat.S_ISSOCK(os.lstat(path).st_mode):
+                        found.add(path)
+    return found
 
 
 def processes_with(name: str, value: str) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ are those of soak_sessions.py, with ``copies=4``. Faults follow one another, som
 
 Killed supervisors are started again on the same host. After each fault all workers must complete further steps. Where nobody has
 what a lost rank needs, all workers may begin anew; how often is in the result. The exit code is 1 if a rank ends otherwise than in
-the undisturbed run, if anything hangs, or if a process is left. See bench/README.md.
+the undisturbed run, if anything hangs, or if a process, a socket or shared memory is left. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from hosts import Network, address, available, processes_with
+from hosts import Network, address, available, named_things, processes_with
 from jobs import RALLY, Progress, machine, publish, spread
 from soak_elastic import (
     HOSTS,
@@ -154,6 +154,7 @@ def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress
     rng = random.Random(options.seed)
     random.seed(options.seed)
     found: dict[str, Any] = {"faults": 0}
+    before = named_things()
     with Network(HOSTS) as network:
         hosts: list[Host] = [
             SessionHost(index, network, folder, mark, steps, options.kind, options.spares)
@@ -167,12 +168,15 @@ def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress
             codes = [] if found.get("hangs") else [wait(host, PATIENCE + steps) for host in hosts]
         finally:
             left = processes_with(MARK, mark)
+            sockets = network.open_sockets()
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
     ends = [folder / f"end {rank}" for rank in range(RANKS)]
     found["ends"] = [json.loads(each.read_text()) if each.exists() else None for each in ends]
     found["codes"], found["left"] = codes, len(left)
+    found["left_sockets"] = sockets
+    found["left_names"] = sorted(named_things() - before)
     logs = "".join((folder / f"host{index}.log").read_text() for index in range(HOSTS))
     found["restarts_of_all"] = logs.count("; restarting all workers") // HOSTS
     found["random_states_lost"] = logs.count("was lost with its node: it continues")
@@ -264,7 +268,8 @@ def main() -> int:
     calm = run(options, steps, 0, progress)
     found = run(options, steps, options.faults, progress)
     equal = [a == b and a is not None for a, b in zip(calm["ends"], found["ends"], strict=True)]
-    good = all(equal) and not found["hangs"] and not found["left"]
+    left = sum(map(len, (found["left_sockets"], found["left_names"])), found["left"])
+    good = all(equal) and not found["hangs"] and not left
     for each in (calm, found):
         if good:
             shutil.rmtree(each.pop("folder"))
@@ -279,7 +284,7 @@ def main() -> int:
         "targets": [
             {"what": "every rank ends bit by bit as without a loss", "holds": all(equal)},
             {"what": "no fault is followed by a standstill", "holds": not found["hangs"]},
-            {"what": "no process is left", "holds": not found["left"]},
+            {"what": "no process, socket or shared memory is left", "holds": not left},
         ],
     }
     return 1 if publish(result, options.output) else 0

@@ -347,6 +347,42 @@ def test_who_may_not_enter_the_folder_gets_no_socket(own_folder: Path) -> None:
         sockets.bind("job")
 
 
+def test_what_a_killed_supervisor_has_left_goes_when_the_next_one_starts(own_folder: Path) -> None:
+    """Where nodes are lost and come again for weeks, nobody may ever ask `rally ps`."""
+    killed = f"""
+import os, signal
+from pathlib import Path
+from rallypoint._core import user_folder
+from rallypoint.control import sockets
+user_folder.candidates = lambda: (Path({os.fspath(own_folder)!r}),)
+kept = sockets.bind("job")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", killed], check=False)
+        assert len(sockets.present()) == 1
+    listener, path = sockets.bind("job")
+    with listener:
+        assert sockets.present() == [path]
+    path.unlink()
+
+
+def test_a_socket_of_another_container_stays(own_folder: Path) -> None:
+    """Its number means nothing here, but somebody listens."""
+    first, path = sockets.bind("job")
+    there = path.with_name(f"job.{2**22 + 1}.{'0' * 8}.sock")  # more than any process's here
+    path.rename(there)
+    second, path = sockets.bind("job")
+    with first, second:
+        assert sockets.present() == sorted([there, path])
+    third, newest = sockets.bind("job")
+    with third:
+        # The second one is that of this process, which lives.
+        assert sockets.present() == sorted([path, newest])
+    path.unlink()
+    newest.unlink()
+
+
 def test_a_supervisor_that_does_not_answer_is_told(own_folder: Path) -> None:
     listener, path = sockets.bind("mute")
     with listener:

@@ -42,7 +42,7 @@ class RunningJob:
     @property
     def pid(self) -> int:
         """The supervisor's."""
-        return int(self.path.name.split(".")[-3])
+        return sockets.pid(self.path)
 
     def status(self) -> dict[str, Any]:
         """What the job does now.
@@ -169,7 +169,7 @@ def running() -> Iterator[tuple[RunningJob, dict[str, Any] | ControlError]]:
     The sockets of supervisors that were killed are removed.
     """
     for path in sockets.present():
-        if _is_dead(path):
+        if sockets.is_dead(path):
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
@@ -240,7 +240,7 @@ def _other_owner(job: str) -> str | None:
 def is_id(name: str) -> bool:
     """Whether this is the id of a job that runs on this host. Does not ask the others."""
     for path in sockets.present():
-        if sockets.safe_id(path) != sockets.safe(name) or _is_dead(path):
+        if sockets.safe_id(path) != sockets.safe(name) or sockets.is_dead(path):
             continue
         with contextlib.suppress(ControlError):
             if RunningJob(path).status()["id"] == name:
@@ -250,16 +250,4 @@ def is_id(name: str) -> bool:
 
 def is_running(job: RunningJob) -> bool:
     """Whether the supervisor has not ended."""
-    return job.path.exists() and not _is_dead(job.path)
-
-
-def _is_dead(path: Path) -> bool:
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
-        line.settimeout(1.0)
-        try:
-            line.connect(os.fspath(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True  # the second: it has ended, or somebody else has just removed its socket
-        except OSError:
-            return False
-        return False
+    return job.path.exists() and not sockets.is_dead(job.path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import socket
 from pathlib import Path
 
-from rallypoint._core import private, unix_listener, user_folder
+from rallypoint._core import private, process, unix_listener, user_folder
 
 
 _FOLDER = "jobs"
@@ -31,12 +32,18 @@ def safe_id(path: Path) -> str:
     return path.name.rsplit(".", 3)[0]
 
 
+def pid(path: Path) -> int:
+    """Of the supervisor whose socket this is, as it is numbered there."""
+    return int(path.name.rsplit(".", 3)[1])
+
+
 def bind(run_id: str) -> tuple[socket.socket, Path]:
-    """A listening socket under a new name.
+    """A listening socket under a new name. Removes what killed supervisors have left.
 
     Raises:
         OSError: there is no private folder for it.
     """
+    _remove_dead()
     problem: OSError | None = None
     name = safe(run_id) or "job"
     for folder in folders():
@@ -64,7 +71,29 @@ def present() -> list[Path]:
     for folder in folders():
         try:
             user_folder.check(folder.parent)
-            found += folder.glob("*.sock")
+            found += folder.glob("*.[0-9]*.*.sock")
         except OSError:
             continue
     return sorted(found)
+
+
+def is_dead(path: Path) -> bool:
+    """Whether nobody listens at a socket any more."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
+        line.settimeout(1.0)
+        try:
+            line.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True  # the second: it has ended, or somebody else has just removed its socket
+        except OSError:
+            return False
+        return False
+
+
+def _remove_dead() -> None:
+    for path in present():
+        # With many supervisors on this host, asking each of them would take long. In another container, with the same folder
+        # and its own numbers, a process may live whose number is not known here.
+        if not process.is_running(pid(path)) and is_dead(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
