@@ -1,4 +1,4 @@
-"""Restarted workers have the parts of torch that their predecessors imported, and the script does not notice."""
+"""Restarted workers have the parts of torch and of this package that their predecessors imported, and the script does not notice."""
 
 from __future__ import annotations
 
@@ -154,3 +154,63 @@ def test_a_node_that_waits_has_imported_what_the_others_did(tmp_path: Path) -> N
             each.terminate()
         for each in nodes:
             each.wait(60)
+
+
+SESSION = """
+import json, os, sys, time
+
+def at_hand():  # hidden until it is imported
+    return any(getattr(each, "package", "") == "rallypoint.elastic" for each in sys.meta_path)
+
+facts = {"had": at_hand(), "at start": [each for each in sys.modules if each.startswith("rallypoint.elastic")]}
+if "torch first" in sys.argv:
+    import torch
+    facts["behind torch"] = "rallypoint.elastic" in sys.modules
+from rallypoint import elastic
+facts["torch"] = "torch" in sys.modules
+import rallypoint.elastic.loops.sampler
+import torch, torch.distributed as dist
+facts |= {"same": rallypoint.elastic is elastic, "left": at_hand()}
+dist.init_process_group("gloo")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+new = "RALLY_TAKES_OVER" in os.environ
+with elastic.session(net, optimizer) as session:
+    while session.position < 5:
+        with session.step():
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if session.position == 3 and dist.get_rank() == 1 and not new:
+            while not os.path.exists("go"):
+                time.sleep(0.02)
+            os.kill(os.getpid(), 9)
+with open(f"facts.{int(new)}.{dist.get_rank()}", "w") as file:
+    json.dump(facts, file)
+"""
+
+
+@pytest.mark.parametrize("order", ["torch first", "elastic first"])
+def test_who_takes_a_lost_worker_over_has_sessions_at_hand(tmp_path: Path, order: str) -> None:
+    """A session begins where the script imports it, whatever has loaded its modules."""
+    (tmp_path / "train.py").write_text(SESSION)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", "train.py", order]
+    env = {**os.environ, "LOGLEVEL": "INFO"}
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as job:
+        late = threading.Timer(240, job.send_signal, [signal.SIGTERM])
+        late.start()
+        said = ""
+        assert job.stderr is not None
+        for line in job.stderr:
+            said += line
+            told = line.partition("preloaded for restarted workers: ")[2]
+            if "rallypoint.elastic" in told.partition(";")[0]:
+                (tmp_path / "go").touch()
+        late.cancel()
+    assert job.returncode == 0, said
+    assert "rank 1 is back at step 3" in said
+    old, new = (json.loads((tmp_path / f"facts.{each}").read_text()) for each in ("0.0", "1.1"))
+    assert (old.pop("had"), new.pop("had")) == (False, True)
+    assert old == new
+    assert (new["at start"], new["torch"], new["same"], new["left"]) == ([], True, True, False)
+    assert not new.get("behind torch")

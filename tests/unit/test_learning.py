@@ -51,9 +51,14 @@ PACKAGES = st.sampled_from(LEARNABLE)
         ("torch.nn", None),
         ("transformers", None),
         ("mine.torch._dynamo", None),
+        ("rallypoint.elastic", "rallypoint.elastic"),
+        ("rallypoint.elastic.session", "rallypoint.elastic"),
+        ("rallypoint.testing", None),
     ],
 )
-def test_only_parts_of_torch_are_learned(module: str, package: str | None) -> None:
+def test_only_parts_of_torch_and_of_this_package_are_learned(
+    module: str, package: str | None
+) -> None:
     assert package_of(module) == package
     wanted = Learned().reported(module, []).wanted()
     assert wanted == (() if package is None else (package,))
@@ -83,7 +88,7 @@ def test_what_another_node_tells_leads_to_no_other_import(told: object) -> None:
 
 
 @pytest.mark.parametrize("package", ["os", "antigravity", "mine.torch._dynamo", ""])
-def test_a_package_that_is_no_part_of_torch_is_left_out(package: str) -> None:
+def test_any_other_package_is_left_out(package: str) -> None:
     assert reports_in([{**REPORT.to_json(), "package": package}]) == []
 
 

@@ -71,8 +71,8 @@ class Server:
         while not condition():
             assert time.monotonic() < deadline, self.told
             poller = select.poll()
-            if self.templates.fileno() >= 0:
-                poller.register(self.templates.fileno(), select.POLLIN)
+            for each in self.templates.filenos():
+                poller.register(each, select.POLLIN)
             due = self.templates.next_time()
             left = deadline - time.monotonic() if due is None else due - time.monotonic()
             poller.poll(max(0.0, left) * 1000 + 1)
@@ -180,6 +180,30 @@ def test_workers_of_a_template_are_children_of_the_server(server: Server) -> Non
         # What the import sets is set when the script imports it, not before.
         changes = {"FROM_IMPORT": "x"}
         assert repr([name, ["sets_a_variable"], None, changes, os.getpid(), OUTPUT]) in said
+
+
+def test_workers_start_from_the_template_in_use_until_the_next_one_is_ready(server: Server) -> None:
+    """A worker that is lost meanwhile must not wait for what its successor has imported already."""
+    server.templates.hear("sets_a_variable", [])
+    server.wait_for(lambda: server.told)
+    (pid,) = server.templates.pids()
+    server.templates.hear("hangs", [])
+    server.wait_for(lambda: len(server.templates.pids()) == 2)
+    read, write = os.pipe()
+    started = server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])])
+    os.close(write)
+    with open(read) as file:
+        assert "sets_a_variable" in file.read()
+    os.waitpid(started["worker 1.0"], 0)
+    server.wait_for(lambda: "hangs" in server.told[-1]["against"])
+    # The one in use has all that can be had.
+    assert server.templates.pids() == {pid}
+    assert server.templates.next_time() is None
+    # The next one takes its place.
+    server.templates.hear("another", [])
+    server.wait_for(lambda: "another" in server.told[-1]["packages"])
+    assert pid not in server.templates.pids()
+    assert len(server.templates.filenos()) == 1
 
 
 def test_a_template_that_was_killed_starts_nothing(server: Server) -> None:

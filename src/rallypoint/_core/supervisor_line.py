@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 # Of this process: its id, the descriptor, and the socket's identity.
@@ -25,6 +26,16 @@ def when_held(function: Callable[[], None]) -> None:
     _awaited.append(function)
     if held() is not None:
         function()
+
+
+@contextmanager
+def nothing_awaited() -> Iterator[None]:
+    """Modules that are imported in this block are executed once more in the workers that import them, and ask again."""
+    before = list(_awaited)
+    try:
+        yield
+    finally:
+        _awaited[:] = before
 
 
 def held() -> int | None:

@@ -473,7 +473,7 @@ FLAGS: tuple[Flag, ...] = (
         name="--no-learned-preload",
         own=True,
         group=_START,
-        help="do not preload, for restarted workers, the parts of torch that the workers before them imported",
+        help="do not preload, for restarted workers, the parts of torch and of this package that the workers before them imported",
     ),
     Flag(
         name="--preflight",

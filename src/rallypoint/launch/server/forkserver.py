@@ -195,12 +195,12 @@ class ForkServer:
         while True:
             events = select.POLLIN | (select.POLLOUT if self._channel.wants_write() else 0)
             poller.register(self._channel.fileno(), events)
-            of_template = self._templates.fileno()
-            if of_template >= 0:
-                poller.register(of_template, select.POLLIN)
+            of_templates = self._templates.filenos()
+            for each in of_templates:
+                poller.register(each, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(self._milliseconds_to_wait())}
-            if of_template >= 0:
-                poller.unregister(of_template)
+            for each in of_templates:
+                poller.unregister(each)
             self._drain_wakeups()
             self._channel.flush()
             requests = self._channel.receive(FEW)

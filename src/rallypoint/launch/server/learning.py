@@ -3,14 +3,14 @@
 Theory of operation
 -------------------
 Parts of torch are imported at first use, in every worker: constructing an optimizer imports
-``torch._dynamo``, 800 modules. A worker reports the first import of each package in :data:`LEARNABLE`, and
-which environment variables then differed from the fork server's. A *template*, a fork of the fork
+``torch._dynamo``, 800 modules. A worker reports the first import of each package in :data:`LEARNABLE` or
+:data:`OURS`, and which environment variables then differed from the fork server's. A *template*, a fork of the fork
 server, imports the same packages and reports what each import did. If that cannot matter to a script, the
 next workers are forks of the template.
 
 A script must not notice. So an import is kept only if it would have done the same in each worker:
 
-1. It is a part of torch named in :data:`LEARNABLE`. Any other package may draw a random number, a date or a name
+1. It is a part of torch or of this package, and named in one of the two. Any other package may draw a random number, a date or a name
    of the host when it is imported, which all workers would share: those are left to ``--preload``.
 2. It has read no environment variable that was different in a worker when that worker imported it. That
    includes ``RANK`` and all that the script itself sets before.
@@ -30,6 +30,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from rallypoint.launch.torch_private import LEARNABLE
+from rallypoint.launch.worker.preloaded import OURS
 
 
 # Packages of which native libraries may be loaded: torch's own dependencies.
@@ -43,8 +44,8 @@ MOST_REPORTS = 100
 
 
 def package_of(module: str) -> str | None:
-    """The package in :data:`LEARNABLE` that a module is, or is part of; else None."""
-    for package in LEARNABLE:
+    """The package in :data:`LEARNABLE` or :data:`OURS` that a module is, or is part of; else None."""
+    for package in (*LEARNABLE, *OURS):
         if module == package or module.startswith(f"{package}."):
             return package
     return None
@@ -69,7 +70,7 @@ class Report:
 
 
 def reports_in(told: object) -> list[Report]:
-    """The reports in what another node has told; what is no report of a package in :data:`LEARNABLE` is left out."""
+    """The reports in what another node has told; what is no report of a package that is learned is left out."""
     found = []
     for each in told[:MOST_REPORTS] if isinstance(told, list) else ():
         if not isinstance(each, dict) or not isinstance(each.get("package"), str):

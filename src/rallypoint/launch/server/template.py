@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rallypoint._core import env as environment, linux, process
+from rallypoint._core import env as environment, linux, process, supervisor_line
 from rallypoint.launch import signals
 from rallypoint.launch.worker import ending
 
@@ -195,7 +195,7 @@ def _import(
 ) -> tuple[learning.Observation, dict[str, str | None]]:
     before, modules, libraries = _state(output), set(sys.modules), _libraries()
     error = ""
-    with environment.watched() as reads:
+    with environment.watched() as reads, supervisor_line.nothing_awaited():
         try:
             importlib.import_module(package)
         except BaseException as raised:  # noqa: BLE001  any error of an import is reported, SystemExit too

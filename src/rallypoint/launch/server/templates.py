@@ -39,7 +39,7 @@ class _Template:
 
 
 class Templates:
-    """At most one template, and what has been learned.
+    """One template in use, the next one while it imports, and what has been learned.
 
     Args:
         fork: forks the fork server and calls its argument in the child; returns the child's pid.
@@ -58,6 +58,7 @@ class Templates:
         self._tell = tell
         self._learned = learning.Learned()
         self._template: _Template | None = None
+        self._next: _Template | None = None
         self._made = 0
         self._due: float | None = None
         self._due_at_the_latest = 0.0
@@ -75,34 +76,37 @@ class Templates:
         elif self._due is not None:
             self._due = min(clock.MONOTONIC.now() + self._quiet(), self._due_at_the_latest)
 
-    def fileno(self) -> int:
-        """A descriptor that becomes readable when the template reports; -1 without one."""
-        return -1 if self._template is None else self._template.channel.fileno()
+    def _present(self) -> list[_Template]:
+        return [each for each in (self._template, self._next) if each is not None]
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when a template reports."""
+        return [each.channel.fileno() for each in self._present()]
 
     def pids(self) -> set[int]:
-        return set() if self._template is None else {self._template.pid} - {0}
+        return {each.pid for each in self._present()} - {0}
 
     def ended(self, pid: int) -> None:
         """The loop has reaped this child, whose pid may be another's from now on."""
-        if self._template is not None and self._template.pid == pid:
-            self._template.pid = 0
+        for each in self._present():
+            if each.pid == pid:
+                each.pid = 0
 
     def next_time(self) -> float | None:
         """When :meth:`go_on` must be called, at the latest."""
-        until = None if self._template is None else self._template.until
+        until = None if self._next is None else self._next.until
         return min((at for at in (self._due, until) if at is not None), default=None)
 
     def go_on(self) -> None:
-        """Read the template's reports and do what is due."""
+        """Read the templates' reports and do what is due."""
         now = clock.MONOTONIC.now()
-        held = self._template
-        if held is not None:
+        for held in self._present():
             for message, _ in held.channel.receive():
                 self._hear_template(held, message)
             if held.channel.closed_by_peer:
-                self._lose("ended")
+                self._lose(held, "ended")
             elif held.until is not None and now >= held.until:
-                self._lose("took too long")
+                self._lose(held, "took too long")
         if self._due is not None and now >= self._due:
             self._due = None
             self._make()
@@ -110,9 +114,7 @@ class Templates:
     def start(self, spawns: Sequence[tuple[Message, list[int]]]) -> dict[str, int]:
         """Fork workers from the template, if it may be used: the names and pids of those it has forked."""
         held = self._template
-        if not spawns or held is None or held.until is not None:
-            return {}
-        if not self._may_use(held):
+        if not spawns or held is None or not self._may_use(held):
             return {}
         for message, fds in spawns:
             held.channel.send(message, fds)
@@ -131,21 +133,21 @@ class Templates:
         return started
 
     def close_in_child(self) -> None:
-        if self._template is not None:
-            self._template.channel.close()
+        for each in self._present():
+            each.channel.close()
 
     # -- the template -------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         """Make another template once no worker has reported for a while."""
-        wanted = self._learned.wanted()
+        wanted, newest = self._learned.wanted(), self._next or self._template
         if (
             wanted
             and self._made < MOST
             and (
-                self._template is None
-                or wanted != self._template.packages
-                or not self._learned.paths <= self._template.paths
+                newest is None
+                or wanted != newest.packages
+                or not self._learned.paths <= newest.paths
             )
         ):
             now, quiet = clock.MONOTONIC.now(), self._quiet()
@@ -160,7 +162,7 @@ class Templates:
 
     def _make(self) -> None:
         packages, paths = self._learned.wanted(), self._learned.paths
-        self._drop()
+        self._end(self._next)  # workers start from the one in use until this one is ready
         ours, theirs = socket_pair()
         channel, its = Channel(ours), Channel(theirs)
 
@@ -175,7 +177,7 @@ class Templates:
         self._made += 1
         pid = self._fork(become_template)
         its.close()
-        self._template = _Template(
+        self._next = _Template(
             pid, channel, packages, paths, clock.MONOTONIC.now() + IMPORT_PATIENCE
         )
 
@@ -190,21 +192,21 @@ class Templates:
                 self._learned = self._learned.observed(message["package"], seen)
             case "ready":
                 held.until = None
+                self._end(self._template)
+                self._template, self._next = held, None
                 if not self._may_use(held):
-                    self._drop()
+                    self._end(held)
                     self._plan()
                 self._report()
             case _:
                 pass  # late word of a fork
 
-    def _lose(self, how: str) -> None:
-        held = self._template
-        assert held is not None
+    def _lose(self, held: _Template, how: str) -> None:
         if held.importing:
             self._learned = self._learned.broke(
                 held.importing, f"the process that imported it {how}"
             )
-        self._drop()
+        self._end(held)
         self._plan()
         self._report()
 
@@ -219,14 +221,19 @@ class Templates:
         while not held.channel.closed_by_peer and not deadline.expired():
             poller.poll((deadline.remaining() or 0) * 1000)
             started |= _forked(held.channel)
-        self._drop()
+        self._end(held)
         return started
 
-    def _drop(self) -> None:
-        held, self._template = self._template, None
-        if held is not None:
-            held.channel.close()
-            _kill(held.pid)
+    def _end(self, held: _Template | None) -> None:
+        """End a template, if there is one."""
+        if held is None:
+            return
+        if held is self._next:
+            self._next = None
+        if held is self._template:
+            self._template = None
+        held.channel.close()
+        _kill(held.pid)
 
     def _report(self) -> None:
         packages = () if self._template is None else self._template.packages

@@ -165,6 +165,8 @@ def run_forked(
     _fresh_main(job)
     if package_of is not None:
         import_watch.start(package_of, env_of_server, lambda told: send_line(fds.line, told))
+    for package in preloaded.OURS:
+        preloaded.hide(package)
     if job.kind is not TargetKind.FUNCTION:
         preloaded.hide("torch", worker.import_changes)
         preloaded.hide("tqdm", variables="TQDM_")

@@ -1,6 +1,6 @@
 """Reports a worker's first import of packages that the fork server could import for the next workers.
 
-Imports of torch's submodules go through the path entry finders of torch's folders, which Python keeps in
+Imports of submodules of torch and of this package go through the path entry finders of their folders, which Python keeps in
 ``sys.path_importer_cache``. These get a subclass of their own class, and nothing else changes: no entry in
 ``sys.meta_path``, no replaced function, no cost for other imports. See ``server/learning.py`` for what follows.
 """
@@ -64,7 +64,7 @@ def start(
             note(fullname)
             return super().find_spec(fullname, target)
 
-    for name in ("torch", "torch.distributed"):
+    for name in ("torch", "torch.distributed", "rallypoint"):
         for folder in getattr(sys.modules.get(name), "__path__", ()):
             finder: object = sys.path_importer_cache.get(folder)
             if type(finder) is importlib.machinery.FileFinder:

@@ -43,6 +43,9 @@ _DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
 _JIT = ("PYTORCH_JIT",)
 _APPLIED = frozenset((*_THREADS, *_LOGS, *_DEBUG, *_JIT))
 
+# Parts of this package that do something when a script imports them: they are executed once more then.
+OURS = ("rallypoint.elastic",)
+
 # What Python code has read while torch was imported in the process that workers are forks of.
 _reads: set[str] = set()
 # The environment in which it was imported there.
@@ -70,6 +73,11 @@ def hide(
     names = [name for name in sys.modules if name == package or name.startswith(within)]
     if package in names:
         hidden = {name: sys.modules.pop(name) for name in names}
+        parent, _, name = package.rpartition(".")
+        if parent:
+            vars(sys.modules[parent]).pop(
+                name, None
+            )  # `from parent import name` would find it there
         finder = _Finder(package, hidden, environment.snapshot(), changes or {}, variables)
         sys.meta_path.insert(0, finder)
 
@@ -85,7 +93,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         changes: Mapping[str, str | None],
         variables: str,
     ) -> None:
-        self._package = package
+        self.package = package
         self._hidden = hidden
         self._env = env
         self._changes = changes
@@ -101,7 +109,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         /,
     ) -> importlib.machinery.ModuleSpec | None:
         # importlib.util.find_spec("torch") must not restore it: only exec_module does.
-        if fullname != self._package:
+        if fullname != self.package:
             return None
         if self._is_outdated():
             return None
@@ -136,12 +144,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__spec__ = self._spec  # the import has replaced it by ours
+        if self.package in OURS:
+            importlib.import_module("torch")  # as it does by itself
         self.restore()
-        if self._package == "torch":  # it has imported the others
+        if self.package in OURS and self._spec is not None and self._spec.loader is not None:
+            self._spec.loader.exec_module(module)
+        if self.package == "torch":
             for finder in [each for each in sys.meta_path if isinstance(each, _Finder)]:
-                finder.restore()
+                if finder.package not in OURS:  # it has imported the others
+                    finder.restore()
         now = environment.snapshot()
-        if self._package == "torch":
+        if self.package == "torch":
             _catch_up(module, self._env, now)
         # What the script has set stays: the import would have found it.
         changes = self._changes.items()
