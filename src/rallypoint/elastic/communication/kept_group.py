@@ -168,9 +168,11 @@ class KeptGroup(dist.ProcessGroup):
         assert self._lives is not None
         KeptWork(self._gloo.barrier(), self._lives).wait()
 
-    def send_now(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a contiguous tensor, on any device, to a member.   Blocks: until it is sent. Called in :meth:`transfer`."""
-        self._gloo.send([tensor.cpu()], to, 0).wait(self._timeout)
+    def send_now(self, tensor: torch.Tensor, *to: int) -> None:
+        """Send a contiguous tensor, on any device, to members.   Blocks: until it is sent. Called in :meth:`transfer`."""
+        held = [tensor.cpu()]
+        for work in [self._gloo.send(held, each, 0) for each in to]:
+            work.wait(self._timeout)
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
         """Receive into a contiguous tensor, on any device.   Blocks: until it is there. Called in :meth:`transfer`."""

@@ -415,9 +415,7 @@ class Meeting:
         group = self._kept.groups.default
         assert group is not None
         if self._rank == verdict.source:
-            return group.transfer(
-                lambda: sum(self._objects.send(group, each) for each in verdict.receivers)
-            )
+            return group.transfer(lambda: self._objects.send(group, verdict.receivers))
         if verdict.source is not None and self._rank in verdict.receivers:
             self.whole, self._waits = False, True
             source = verdict.source

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.serialization.config  # torch.save and torch.load import it when they are called: in a recovery
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -414,8 +415,8 @@ class Objects:
             found,
         )
 
-    def send(self, group: KeptGroup, to: int) -> int:
-        """Send everything. Returns the number of bytes.
+    def send(self, group: KeptGroup, to: Sequence[int]) -> int:
+        """Send everything to each of these ranks. Returns the number of bytes.
 
         Raises:
             ElasticError: something could not be read again.
@@ -432,8 +433,8 @@ class Objects:
         sent = [torch.tensor([data.numel()]), data, *tensors]
         for each in sent:
             if each.numel():
-                group.send_now(each.detach().contiguous(), to)
-        return sum(each.numel() * each.element_size() for each in sent)
+                group.send_now(each.detach().contiguous(), *to)
+        return len(to) * sum(each.numel() * each.element_size() for each in sent)
 
     def receive(self, group: KeptGroup, source: int) -> int:
         """Receive everything. Returns the number of bytes.

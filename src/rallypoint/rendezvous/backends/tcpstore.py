@@ -351,8 +351,10 @@ class TcpStore:
 def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
     """As ``socket.create_connection``; a fork meanwhile does not have to wait, and its child has no copy."""
     failure = OSError(f"{host} has no address")
+    # For a text, Python imports its codec of international names: as long as all else here.
+    name = host.encode() if host.isascii() else host
     for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
+        name, port, type=socket.SOCK_STREAM
     ):
         with forks.opening():
             sock = forks.close_in_child(socket.socket(family, kind, protocol))
