@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +77,40 @@ def test_parameters_that_differ_at_the_start_are_an_error() -> None:
     flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
     torch.nn.utils.vector_to_parameters(flat, net.parameters())
     assert Objects([net]).fingerprint() == after
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+)
+@pytest.mark.parametrize("size", [0, 1, 3, 4_099])
+def test_each_byte_of_each_parameter_counts(dtype: torch.dtype, size: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(each, dtype=dtype)) for each in (size, 5, size)]
+    of_all = Objects([torch.nn.ParameterList(parameters)])
+    before = of_all.fingerprint()
+    for each in parameters:
+        whole = each.detach().view(torch.uint8)
+        for place in {0, len(whole) // 2, len(whole) - 1} if len(whole) else ():
+            whole[place] = 1
+            assert of_all.fingerprint() != before
+            whole[place] = 0
+    assert of_all.fingerprint() == before
+
+
+LARGE = """
+import resource, torch
+from rallypoint.elastic.state.objects import Objects
+given = Objects([torch.nn.Linear(4096, 4096)])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+given.fingerprint()
+print(peak() - before)
+"""
+
+
+def test_a_fingerprint_takes_no_memory() -> None:
+    """It did take eight times that of all parameters, at the start of each session."""
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4096 * 4096 * 4 / 1024
 
 
 def test_a_group_that_a_member_lacks_is_an_error() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from rallypoint.elastic.checksum import checksum
 from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.elastic.loops.rng import RandomState
 from rallypoint.elastic.recovery import local_state
@@ -157,8 +158,8 @@ def test_a_damaged_snapshot_is_not_whole(fd: int) -> None:
 def test_pages_in_another_order_have_another_checksum() -> None:
     words = torch.arange(3 * 512 + 5)
     swapped = torch.cat([words[512:1024], words[:512], words[1024:]])
-    assert slots.checksum(words) != slots.checksum(swapped)
-    assert slots.checksum(words) == slots.checksum(words.clone())
+    assert checksum(words) != checksum(swapped)
+    assert checksum(words) == checksum(words.clone())
 
 
 def test_slots_grow_are_dropped_and_found_by_the_next_process(fd: int) -> None:

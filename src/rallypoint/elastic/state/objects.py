@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.elastic import torch_private
+from rallypoint.elastic.checksum import checksum
 from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.setup_record import Scripted, Unchanged, bytes_of
 from rallypoint.errors import ElasticError
@@ -174,13 +175,14 @@ class Objects:
     def fingerprint(self) -> int:
         """A number that depends on all parameters: the same on ranks that hold the same."""
         total = 0
-        for number, each in enumerate(self._parameters, 1):
+        for each in self._parameters:
             flat = each.detach().contiguous().view(-1).view(torch.uint8)
             if flat.storage_offset() % 8:  # a part of one flat tensor, where no word need begin
                 flat = flat.clone()
-            total += number * int(flat.sum(dtype=torch.int64).item())
-            whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
-            total ^= int(whole.sum().item()) if whole.numel() else 0
+            whole = flat.numel() // 8 * 8
+            # Word by word: a sum of bytes as integers would first make each of them one, in eight times the memory.
+            rest = int(flat[whole:].sum().item())
+            total = (31 * total + checksum(flat[:whole].view(torch.int64)) + rest) % (1 << 63)
         return total
 
     # -- one step -----------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from collections.abc import Iterable
 
 import torch
 
+from rallypoint.elastic.checksum import checksum
+
 from .memory import grow
 from .schedule import Held
 
@@ -30,8 +32,6 @@ _CHECK = struct.Struct("=I")
 # Contents begin here, and each tensor in them at a multiple of ALIGNED.
 CONTENTS = 64
 ALIGNED = 64
-# Words in a block of the checksum: a page's.
-_BLOCK = 512
 
 
 def header(held: Held, size: int, checksum: int) -> bytes:
@@ -49,18 +49,6 @@ def read_header(data: bytes) -> tuple[Held, int, int] | None:
     if not number or _CHECK.unpack_from(data, _HEAD.size) != (zlib.crc32(head),):
         return None
     return Held(number, steps), size, checksum
-
-
-def checksum(words: torch.Tensor) -> int:
-    """Of memory, at the speed of reading it. Depends on the order of pages, and on what each one holds.
-
-    Args:
-        words: ``[n]``, int64.
-    """
-    whole = words.numel() // _BLOCK * _BLOCK
-    sums = torch.cat([words[:whole].view(-1, _BLOCK).sum(1), words[whole:].sum().reshape(1)])
-    weights = torch.arange(1, 2 * sums.numel(), 2)
-    return int((sums * weights).sum().item()) & (1 << 64) - 1
 
 
 class Slots:
