@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rallypoint import events
@@ -12,6 +13,21 @@ from rallypoint.launch.generation import Generation, Worker
 from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.output.report import explained, in_a_line
 from rallypoint.launch.placement import worker_env
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What a meeting is to bring back.
+
+    Args:
+        ready: the round.
+        ranks: the lost ones.
+        words: what to say instead of them; or "".
+    """
+
+    ready: RoundReady
+    ranks: tuple[int, ...] = ()
+    words: str = ""
 
 
 class KeptWorkers:
@@ -28,8 +44,8 @@ class KeptWorkers:
         ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
-        # meeting -> who is back, in words, and the round
-        self._losses: dict[int, tuple[str, RoundReady]] = {}
+        # meeting -> what it is to bring back; those that a further loss has interrupted, too
+        self._losses: dict[int, _Loss] = {}
 
     def admit(self, worker: Worker, ready: RoundReady) -> None:
         """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
@@ -49,7 +65,7 @@ class KeptWorkers:
     def tell_of_loss(self, workers: Generation, failure: WorkerFailure, ready: RoundReady) -> None:
         """Tell those in a session."""
         self._tell_loss(workers, ready, [failure.rank], in_a_line(failure))
-        self._losses[_meeting(ready)] = f"rank {failure.rank} is back", ready
+        self._losses[_meeting(ready)] = _Loss(ready, (failure.rank,))
 
     def say_loss(
         self, failure: WorkerFailure, ready: RoundReady, by: str = "another process"
@@ -128,7 +144,7 @@ class KeptWorkers:
         assert kept is not None
         if kept.before:
             before, now = sum(kept.before), sum(ready.workers_of_nodes)
-            self._losses[_meeting(ready)] = f"{now} ranks go on", ready
+            self._losses[_meeting(ready)] = _Loss(ready, words=f"{now} ranks go on")
             if not ready.is_keeper:
                 self._say(
                     f"this node joins a session: {now} ranks go on, where there were {before}"
@@ -138,10 +154,8 @@ class KeptWorkers:
                     f"{why}; {now} ranks go on, where there were {before}, and keep what they have"
                 )
             return
-        back = "are" if len(ranks) != 1 else "is"
-        self._losses[_meeting(ready)] = (
-            f"{in_words(ranks) if ranks else 'all ranks'} {back} back",
-            ready,
+        self._losses[_meeting(ready)] = _Loss(
+            ready, tuple(ranks), "" if ranks else "all ranks are back"
         )
         if not ready.is_keeper:
             self._say(f"this node takes over {in_words(ranks)}; the other nodes keep their workers")
@@ -172,7 +186,9 @@ class KeptWorkers:
         moved = sum(each["received"] for each in told)
         repeated = any(each["repeated"] for each in told)
         redone = max(each["redone"] for each in told)
-        back, ready = self._losses.pop(generation, ("a lost rank is back", None))
+        until_now = sorted(each for each in self._losses if each <= generation)
+        losses = [self._losses.pop(each) for each in until_now]
+        ready = losses[-1].ready if losses else None
         if ready is not None:
             events.emit(
                 events.SessionRecovered(
@@ -186,11 +202,22 @@ class KeptWorkers:
                 )
             )
         self._say(
-            f"{back} at step {record['steps']}"
+            f"{_back(losses)} at step {record['steps']}"
             f" ({_redone(redone, repeated=repeated)}): all met in {formed * 1000:.0f} ms,"
             f" {moved / 1e6:.1f} MB in {transferred * 1000:.0f} ms"
         )
-        del self._recovered[generation]
+        for each in [each for each in self._recovered if each <= generation]:
+            del self._recovered[each]
+
+
+def _back(losses: Sequence[_Loss]) -> str:
+    """Who is back after these, the newest last."""
+    if losses and losses[-1].words:
+        return losses[-1].words
+    ranks = {rank for each in losses for rank in each.ranks}
+    if not ranks:
+        return "a lost rank is back"
+    return f"{in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} back"
 
 
 def _redone(steps: int, *, repeated: bool) -> str:
