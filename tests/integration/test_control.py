@@ -367,6 +367,19 @@ os.kill(os.getpid(), signal.SIGKILL)
     path.unlink()
 
 
+def test_what_no_supervisor_has_made_stays_and_does_no_harm(own_folder: Path) -> None:
+    listener, path = sockets.bind("job")
+    for name in ("a.sock", "a.1x.00000000.sock", f"a.{'9' * 30}.00000000.sock", "a.1.b.sock"):
+        path.with_name(name).touch()
+    listener.close()
+    path.unlink()
+    listener, path = sockets.bind("job")
+    with listener:
+        assert sockets.present() == [path]
+        assert len(list(path.parent.iterdir())) == 5
+    path.unlink()
+
+
 def test_a_socket_of_another_container_stays(own_folder: Path) -> None:
     """Its number means nothing here, but somebody listens."""
     first, path = sockets.bind("job")

@@ -53,16 +53,10 @@ if generation == 0 or again:
 """
 
 
-def facts_of(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[list, str]:
-    """What the two workers of the first and the last generation noted, and what rally said."""
-    (folder / "probe.py").write_text(SCRIPT)
-    (folder / "near.py").write_text("")
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")
-    }
-    command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", "--max-restarts=3"]
+def said_by(folder: Path, env: dict[str, str], package: str, *words: str) -> str:
+    """What a job of two workers says, which finds the file ``go`` once a package, or a part of it, is preloaded."""
     with subprocess.Popen(
-        [*command, *flags, "probe.py", *words],
+        [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", *words],
         cwd=folder,
         env={**env, "LOGLEVEL": "INFO"},
         stderr=subprocess.PIPE,
@@ -74,10 +68,22 @@ def facts_of(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[li
         assert job.stderr is not None
         for line in job.stderr:
             said += line
-            if "preloaded for restarted workers" in line:
+            told = line.partition("preloaded for restarted workers: ")[2].partition(";")[0]
+            if package in told:
                 (folder / "go").touch()
         late.cancel()
     assert job.returncode == 0, said
+    return said
+
+
+def facts_of(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> tuple[list, str]:
+    """What the two workers of the first and the last generation noted, and what rally said."""
+    (folder / "probe.py").write_text(SCRIPT)
+    (folder / "near.py").write_text("")
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")
+    }
+    said = said_by(folder, env, "torch", "--max-restarts=3", *flags, "probe.py", *words)
     last = max(int(each.name.split(".")[1]) for each in folder.glob("facts.*"))
     found = [
         [json.loads((folder / f"facts.{g}.{rank}").read_text()) for rank in range(2)]
@@ -194,20 +200,7 @@ with open(f"facts.{int(new)}.{dist.get_rank()}", "w") as file:
 def test_who_takes_a_lost_worker_over_has_sessions_at_hand(tmp_path: Path, order: str) -> None:
     """A session begins where the script imports it, whatever has loaded its modules."""
     (tmp_path / "train.py").write_text(SESSION)
-    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", "train.py", order]
-    env = {**os.environ, "LOGLEVEL": "INFO"}
-    with subprocess.Popen(words, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as job:
-        late = threading.Timer(240, job.send_signal, [signal.SIGTERM])
-        late.start()
-        said = ""
-        assert job.stderr is not None
-        for line in job.stderr:
-            said += line
-            told = line.partition("preloaded for restarted workers: ")[2]
-            if "rallypoint.elastic" in told.partition(";")[0]:
-                (tmp_path / "go").touch()
-        late.cancel()
-    assert job.returncode == 0, said
+    said = said_by(tmp_path, dict(os.environ), "rallypoint.elastic", "train.py", order)
     assert "rank 1 is back at step 3" in said
     old, new = (json.loads((tmp_path / f"facts.{each}").read_text()) for each in ("0.0", "1.1"))
     assert (old.pop("had"), new.pop("had")) == (False, True)

@@ -13,6 +13,8 @@ from rallypoint._core import private, process, unix_listener, user_folder
 
 
 _FOLDER = "jobs"
+# What :func:`bind` makes. Anything else in the folder is somebody's own.
+_NAME = re.compile(r"[A-Za-z0-9_-]+\.([0-9]{1,7})\.[0-9a-f]{8}\.sock")
 # The path of a Unix socket has at most 107 bytes.
 _MAX_ID = 40
 
@@ -71,7 +73,7 @@ def present() -> list[Path]:
     for folder in folders():
         try:
             user_folder.check(folder.parent)
-            found += folder.glob("*.[0-9]*.*.sock")
+            found += [each for each in folder.glob("*.sock") if _NAME.fullmatch(each.name)]
         except OSError:
             continue
     return sorted(found)
