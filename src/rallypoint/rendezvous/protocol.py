@@ -146,7 +146,7 @@ NUM_DEPUTIES = 3
 # Rank 0 is silent for so many leases before one that waits opens a round by itself.
 LEASES_TO_OPEN = 3
 # How often one that waits looks at the store, in a lease.
-_LOOKS_OF_WAITING = 4
+_LOOKS_OF_WAITING = 8
 # How far a newcomer looks back for a round that had members: those after it were closed, or void.
 _ROUNDS_BACK = 8
 

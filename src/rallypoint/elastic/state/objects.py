@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.setup_record import Scripted, Unchanged, bytes_of
 from rallypoint.errors import ElasticError
 
-from . import optimizer_state
+from . import bundles, optimizer_state
 from .buffers import Buffers
 from .hook_states import AveragerState, HookState, of_hooks, with_averagers
 from .loose_parameters import of_no_module
@@ -432,11 +433,11 @@ class Objects:
         head = io.BytesIO()
         torch.save(structure, head)
         data = torch.frombuffer(bytearray(head.getbuffer()), dtype=torch.uint8)
-        sent = [torch.tensor([data.numel()]), data, *tensors]
-        for each in sent:
-            if each.numel():
-                group.send_now(each.detach().contiguous(), *to)
-        return len(to) * sum(each.numel() * each.element_size() for each in sent)
+        size = torch.tensor([data.numel()])
+        group.send_now(size, *to)
+        group.send_now(data, *to)
+        moved = bundles.send(tensors, group, to)
+        return len(to) * (moved + data.numel() + bundles.size_of(size))
 
     def receive(self, group: KeptGroup, source: int) -> int:
         """Receive everything. Returns the number of bytes.
@@ -451,20 +452,17 @@ class Objects:
         group.receive_now(data, source)
         structure = torch.load(io.BytesIO(bytes_of(data)), weights_only=True)
         received = data.numel() + 8
-        own = [_shape(each) for each in self._parameters]
-        if structure["modules"] != own:
+        if structure["modules"] != _shapes(self._parameters):
             raise ElasticError(
                 "the modules of this rank have other shapes or types than the others'"
             )
         self.buffers.take(structure["buffers"])
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, dtype))
+            for shape, dtype in json.loads(structure["tensors"])
+        ]
         with torch.no_grad():
-            for each in self._tensors_of_modules():
-                received += _receive_into(each, group, source)
-        tensors = []
-        for shape, dtype in structure["tensors"]:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            received += _receive_into(tensor, group, source)
-            tensors.append(tensor)
+            received += bundles.receive([*self._tensors_of_modules(), *tensors], group, source)
         states = [_filled(state, tensors) for state in structure["rest"]]
         self.add_missing_groups(
             structure["groups"], [state.get("param_groups", ()) for state in states]
@@ -510,9 +508,9 @@ class Objects:
         tensors: list[torch.Tensor] = []
         rest = [_emptied(each.state_dict(), tensors) for each in self.others]
         structure = {
-            "modules": [_shape(each) for each in self._parameters],
+            "modules": _shapes(self._parameters),
             "buffers": self.buffers.told(),
-            "tensors": [_shape(each) for each in tensors],
+            "tensors": _shapes(tensors),
             "rest": rest,
             "groups": self.groups(),
             "modes": self.modes.told(),
@@ -610,8 +608,11 @@ def _version(tensor: torch.Tensor) -> int:
     return torch_private.version(torch_private.local_part(tensor))
 
 
-def _shape(tensor: torch.Tensor) -> list[Any]:
-    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Shapes and types, as JSON: torch's restricted unpickler takes far longer to read as many lists."""
+    return json.dumps(
+        [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in tensors]
+    )
 
 
 def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
@@ -635,14 +636,3 @@ def _filled(state: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if type(state) in (list, tuple):
         return type(state)(_filled(each, tensors) for each in state)
     return state
-
-
-def _receive_into(tensor: torch.Tensor, group: KeptGroup, source: int) -> int:
-    if not tensor.numel():
-        return 0
-    target = tensor.detach()
-    place = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-    group.receive_now(place, source)
-    if place is not target:
-        target.copy_(place)
-    return tensor.numel() * tensor.element_size()

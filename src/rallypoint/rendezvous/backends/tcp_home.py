@@ -20,7 +20,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from . import door, places
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
+from .questions import Questions
 from .tcpstore import BREAK, REPLY_TIMEOUT, LifeSigns, TcpStore
 
 
@@ -48,8 +48,10 @@ LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], No
 # Attempts to connect while a place is looked for: seconds between them, and for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
+# Of the longest pause between two questions after a loss: the first one, and the one behind news.
+FIRST_PART = 1 / 8
 # The least time for the kernel of the lost store's host to answer.
-LEAST_REACH = 0.3
+LEAST_REACH = 0.15
 # The first connection of all.
 FIRST_TURN = 10.0
 # Reasons for the missing store that get a line of their own.
@@ -342,40 +344,46 @@ class TcpHome:
         search = self._search(last)
         # Its connection broke before a whole silence had passed.
         reach = {search.places[0]: self._left_of_silence(search.places[0])}
-        pause, longest = FIRST_PAUSE, _longest_pause(last)
+        longest = _longest_pause(last)
+        pause = first = longest * FIRST_PART
         answers: dict[Place, Answer] = {}
-        asked: dict[Place, Future[Answer]] = {}
-        # All in parallel, and repeatedly: a place that does not answer must not delay another.
-        pool = ThreadPoolExecutor(len(search.places), thread_name_prefix="rally-ask")
-        try:
+
+        def ask(place: Place) -> Answer:
+            return self._ask(place, reach.get(place, ATTEMPT))
+
+        with Questions(ask, len(search.places)) as questions:
             while True:
-                for place in search.to_ask():
-                    if place not in asked:
-                        asked[place] = pool.submit(self._ask, place, reach.get(place, ATTEMPT))
+                questions.put(search.to_ask())
                 turn = Deadline(pause)
-                wait(asked.values(), pause)
-                for place in [place for place, future in asked.items() if future.done()]:
-                    answers[place] = asked.pop(place).result()
-                while (choice := search.choose(MONOTONIC.now(), answers)) is not None:
-                    with contextlib.suppress(RendezvousConnectionError):
-                        return self._go_to(choice, search)
-                    answers[choice] = Answer.SILENT
-                    if search.is_own(choice):
-                        search.note_unable(choice)
-                if (
-                    search.nobody_is_left(answers)
-                    and (store := self._start_over(search)) is not None
-                ):
-                    return Recovery(store, True, frozenset(search.dead))
-                if stop.is_set() or deadline.expired():
-                    raise RendezvousConnectionError(
-                        f"{error}; no other node serves it either ({len(search.places)} places tried)"
-                    )
+                pause = min(2 * pause, longest)
+                while True:
+                    news = questions.answers(turn.remaining() or 0.0)
+                    if any(answers.get(place) is not answer for place, answer in news.items()):
+                        # Others have learned it too, and one of them may serve at once.
+                        turn, pause = Deadline(min(first, turn.remaining() or 0.0)), 2 * first
+                    answers.update(news)
+                    if (found := self._found(search, answers)) is not None:
+                        return found
+                    if stop.is_set() or deadline.expired():
+                        raise RendezvousConnectionError(
+                            f"{error}; no other node serves it either ({len(search.places)} places tried)"
+                        )
+                    if not news:
+                        break
                 left = turn.remaining() or 0.0
                 stop.wait(min(left, deadline.remaining() or left))
-                pause = min(2 * pause, longest)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _found(self, search: Search, answers: dict[Place, Answer]) -> Recovery | None:
+        """Go where the answers say, or serve here; None: they do not say yet. A place that turned out to be unusable is silent."""
+        while (choice := search.choose(MONOTONIC.now(), answers)) is not None:
+            with contextlib.suppress(RendezvousConnectionError):
+                return self._go_to(choice, search)
+            answers[choice] = Answer.SILENT
+            if search.is_own(choice):
+                search.note_unable(choice)
+        if search.nobody_is_left(answers) and (store := self._start_over(search)) is not None:
+            return Recovery(store, True, frozenset(search.dead))
+        return None
 
     def _left_of_silence(self, place: Place) -> float:
         """Seconds until the host of a store has been silent for so long that it counts as lost."""

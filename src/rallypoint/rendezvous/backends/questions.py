@@ -1,0 +1,47 @@
+"""Questions to several places at once, so that one that does not answer delays no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Self
+
+from .places import Answer, Place
+
+
+class Questions:
+    """What is asked at present, and what was answered.
+
+    Args:
+        ask: puts the question to a place; may take a while.
+        most: how many places there are.
+    """
+
+    def __init__(self, ask: Callable[[Place], Answer], most: int) -> None:
+        self._ask = ask
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="rally-ask")
+        self._asked: dict[Place, Future[Answer]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def put(self, places: Iterable[Place]) -> None:
+        """Ask those that have no question to answer."""
+        for place in places:
+            if place not in self._asked:
+                self._asked[place] = self._pool.submit(self._ask, place)
+
+    def answers(self, seconds: float) -> dict[Place, Answer]:
+        """What has been answered.   Blocks: until something has, for that long at most; not at all if no question is open."""
+        wait(self._asked.values(), seconds, FIRST_COMPLETED)
+        done = [place for place, future in self._asked.items() if future.done()]
+        return {place: self._asked.pop(place).result() for place in done}
