@@ -78,6 +78,14 @@ class Server:
             poller.poll(max(0.0, left) * 1000 + 1)
             self.templates.go_on()
 
+    def workers_ahead(self, count: int) -> set[int]:
+        """Those that wait, once there are so many, and they are this process's children."""
+        self.wait_for(lambda: len(self.templates.pids()) >= count + 1)
+        ahead = self.templates.pids() - {*self.forked}
+        while not ahead <= {*process.children(os.getpid())}:
+            time.sleep(0.001)  # nothing tells of an adoption
+        return ahead
+
     def close(self) -> None:
         for pid in self.templates.pids():
             os.kill(pid, signal.SIGKILL)
@@ -204,6 +212,68 @@ def test_workers_start_from_the_template_in_use_until_the_next_one_is_ready(serv
     server.wait_for(lambda: "another" in server.told[-1]["packages"])
     assert pid not in server.templates.pids()
     assert len(server.templates.filenos()) == 1
+
+
+def test_a_worker_that_waits_is_started_without_the_template(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "SUCCESSION", 0.0)
+    server.templates.hear("sets_a_variable", ["RANK"])
+    server.templates.keep_ahead(2)
+    waiting = server.workers_ahead(2)
+    (template,) = set(server.forked)
+    for pid in waiting:
+        os.kill(pid, signal.SIGTERM)  # to all processes of the job, before this worker is one
+    os.kill(template, signal.SIGSTOP)
+    read, write = os.pipe()
+    started = server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])])
+    os.close(write)
+    with open(read) as file:
+        said = file.read()
+    changes = {"FROM_IMPORT": "x"}
+    expected = ["worker 1.0", ["sets_a_variable"], None, changes, os.getpid(), OUTPUT]
+    assert said == repr(expected)
+    assert started["worker 1.0"] in waiting
+    assert os.waitstatus_to_exitcode(os.waitpid(started["worker 1.0"], 0)[1]) == 7
+    assert server.templates.pids() == {template, *waiting} - {*started.values()}
+    os.kill(template, signal.SIGCONT)
+    server.wait_for(lambda: len(server.templates.pids()) == 3)
+
+
+def test_a_worker_that_was_killed_while_it_waited_is_not_started(server: Server) -> None:
+    server.templates.hear("sets_a_variable", [])
+    server.templates.keep_ahead(2)
+    dead, noticed = server.workers_ahead(2)
+    for pid in (dead, noticed):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    server.templates.ended(noticed)
+    read, write = os.pipe()
+    started = server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])])
+    os.close(write)
+    with open(read) as file:
+        assert "sets_a_variable" in file.read()
+    assert {*started.values()}.isdisjoint({dead, noticed})
+    os.waitpid(started["worker 1.0"], 0)
+
+
+def test_workers_that_wait_end_with_their_template(server: Server) -> None:
+    server.templates.hear("sets_a_variable", [])
+    server.templates.keep_ahead(1)
+    (waiting,) = server.workers_ahead(1)
+    server.templates.hear("another", [])
+    server.wait_for(lambda: "another" in server.told[-1]["packages"])
+    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) in {0, -signal.SIGKILL}
+    server.wait_for(lambda: len(server.templates.pids()) == 2)
+
+
+def test_workers_that_wait_end_with_the_server(server: Server) -> None:
+    server.templates.hear("sets_a_variable", [])
+    server.templates.keep_ahead(1)
+    (waiting,) = server.workers_ahead(1)
+    server.templates.close_in_child()  # as the end of its process does
+    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
+    server.templates.ended(waiting)
 
 
 def test_a_template_that_was_killed_starts_nothing(server: Server) -> None:

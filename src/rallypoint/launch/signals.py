@@ -44,6 +44,12 @@ def restore(mask: Iterable[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def forget_blocked() -> None:
+    """Drop :func:`ending` signals that came while they were blocked."""
+    while signal.sigtimedwait(ending(), 0) is not None:
+        pass
+
+
 def note(handler: Callable[[int, FrameType | None], None]) -> None:
     """Call ``handler`` for each :func:`ending` signal; ignored ones stay ignored (``nohup``). Unblocks all.
 

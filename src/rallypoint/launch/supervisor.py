@@ -57,6 +57,7 @@ from .supervision.hung_workers import HungWorkers
 from .supervision.import_news import ImportNews
 from .supervision.job_end import JobEnd, Outcome
 from .supervision.kept_workers import KeptWorkers
+from .supervision.next_workers import NextWorkers
 from .supervision.observation import Observation
 from .supervision.peer_news import PeerNews
 from .supervision.replacements import Replacements, tell_start
@@ -143,6 +144,7 @@ class Supervisor:
         self._spawner: Spawner
         self._replacements: Replacements
         self._imports: ImportNews
+        self._next_workers: NextWorkers
         self._peer_news: PeerNews
         self._reserve: list[int] = []  # descriptors kept for cleaning up
         self._observation = Observation(
@@ -223,6 +225,7 @@ class Supervisor:
             on_swept=self._swept,
         )
         self._imports = ImportNews(config, loop, now, self._coordination, self._server.channel)
+        self._next_workers = NextWorkers(self._server.channel)
         ask = self._requests.ask
         self._signals = WorkerSignals(config, loop, now, self._requests, self._kept, say)
         self._ends = WorkerEnds(
@@ -593,6 +596,7 @@ class Supervisor:
                     self._peer_news.hear(event)
                 case Advice():
                     self._imports.heed(event)
+                    self._next_workers.keep(self._config.workers_per_node or self._devices() or 1)
                 case NodeAsked():
                     self._observation.answer_node(event)
                 case NotNeeded():
@@ -751,6 +755,8 @@ class Supervisor:
         for worker in spawned:
             self._loop.watch(worker.line)
         self._hung.begin(ready)
+        if self._config.max_restarts:
+            self._next_workers.keep(len([*self._now.workers]))
 
     def _hear_worker(self, worker: Worker, record: dict[str, Any]) -> None:
         """Handle what a worker in a session says."""
@@ -770,6 +776,7 @@ class Supervisor:
                 sharded, resizes = (record.get(name) is True for name in ("sharded", "resizes"))
                 self._decide(policy.SessionEntered(index, sharded=sharded, resizes=resizes))
                 self._replacements.start_spares_soon()
+                self._next_workers.keep(len([*self._now.workers]))
             case "kept expected":
                 self._decide(policy.SessionExpected())
             case "kept recovered":

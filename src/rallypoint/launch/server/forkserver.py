@@ -26,7 +26,7 @@ Rules:
    second one would interrupt a handler that is writing a last checkpoint.
 
 Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal
-arrived here) · ``learn`` (a worker has imported a package) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
+arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers that are forked already) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
 ``failed`` (a limit was reached) · ``learned`` (what the next workers have imported) · ``heard`` (confirms a request with a number, ``ask``). Handlers document the fields.
 """
 
@@ -262,6 +262,8 @@ class ForkServer:
                 self._report({"is": "told", "signal": message["signal"], "came": came})
             case "learn":
                 self._templates.hear(message["package"], message["changed"], message["paths"])
+            case "ahead":
+                self._templates.keep_ahead(message["count"])
             case "ping":
                 pass
             case other:

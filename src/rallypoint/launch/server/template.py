@@ -8,8 +8,12 @@ process. See ``learning`` for which packages these are.
 fork server, the nearest subreaper. Each waits for that, and for the word that it has been reported: a worker
 whose midwife ended before has not run any code, and the fork server starts it by itself.
 
-Messages to the template: ``spawn``, as to the fork server. Reports (``is``): ``importing`` · ``imported`` · ``ready`` ·
-``forked``.
+[Note: Workers in waiting] A fork of so large a process takes some 10 ms, and a worker takes two, while survivors wait
+for it. So a template also forks workers *ahead*: they become children of the fork server as any do, and then wait for
+their start on a line of their own. Signals that come meanwhile are meant for others.
+
+Messages to the template: ``spawn``, as to the fork server · ``wait``: fork a worker ahead (``name``; its descriptor: the
+line on which its ``spawn`` will come). Reports (``is``): ``importing`` · ``imported`` · ``ready`` · ``forked``.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import os
 import select
 import signal
 import site
+import socket
 import sys
 import sysconfig
 import types
@@ -114,6 +119,8 @@ def _fork_batch(
                     for fd in (*others, say_go):
                         os.close(fd)
                     _wait_to_be_adopted(go, own)
+                    if message["do"] == "wait":
+                        message, fds = _awaited_start(fds[0])
                     become(message, fds, changes)
                 finally:
                     os._exit(1)
@@ -140,6 +147,22 @@ def _wait_to_be_adopted(go: int, midwife: int) -> None:
     poller.register(midwife, select.POLLIN)
     poller.poll()  # the kernel hands its children over first
     os.close(midwife)
+
+
+def _awaited_start(line: int) -> tuple[Message, list[int]]:
+    """In a worker that was forked ahead: wait for its start. Ends the process if none will come."""
+    process.set_title("rally: next worker")
+    channel = Channel(socket.socket(fileno=line))
+    poller = select.poll()
+    poller.register(line, select.POLLIN)
+    while True:
+        poller.poll()
+        signals.forget_blocked()
+        if starts := channel.receive(1):
+            channel.close()
+            return starts[0]
+        if channel.closed_by_peer:
+            os._exit(0)
 
 
 # -- importing ------------------------------------------------------------------------------------------

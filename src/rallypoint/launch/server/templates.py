@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rallypoint._core import clock, process
 
@@ -26,6 +27,16 @@ MOST = 6
 IMPORT_PATIENCE = 60.0
 # Seconds that the forks of a batch may take.
 FORK_PATIENCE = 5.0
+# Seconds until a worker that waited and was started has a successor: the CPU is needed for the start first.
+SUCCESSION = 2.0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A worker that was forked ahead."""
+
+    pid: int  # 0: it has ended
+    channel: Channel
 
 
 @dataclass(slots=True)
@@ -36,6 +47,32 @@ class _Template:
     paths: frozenset[str]
     until: float | None  # when it counts as hung
     importing: str = ""
+    forking: dict[str, Channel] = field(
+        default_factory=dict
+    )  # workers ahead that are not reported yet, by name
+    waiting: list[_Waiting] = field(default_factory=list)
+
+    def take_forked(self, message: Message) -> dict[str, int]:
+        """A fork is reported: its name and pid, unless it was forked ahead and waits."""
+        name, pid = message["name"], message["pid"]
+        line = self.forking.pop(name, None)
+        if line is None:
+            return {name: pid}
+        self.waiting.append(_Waiting(pid, line))
+        return {}
+
+    def processes(self) -> Sequence[_Template | _Waiting]:
+        """This one, and the workers that wait."""
+        return self, *self.waiting
+
+    def close(self) -> None:
+        """End the lines to it and to the workers that wait, which end then."""
+        for line in (
+            self.channel,
+            *self.forking.values(),
+            *(each.channel for each in self.waiting),
+        ):
+            line.close()
 
 
 class Templates:
@@ -63,6 +100,9 @@ class Templates:
         self._due: float | None = None
         self._due_at_the_latest = 0.0
         self._told: tuple[object, ...] = ()
+        self._ahead = 0
+        self._ahead_due: float | None = None
+        self._names = itertools.count()
 
     # -- what the loop asks -------------------------------------------------------------------------
 
@@ -76,6 +116,11 @@ class Templates:
         elif self._due is not None:
             self._due = min(clock.MONOTONIC.now() + self._quiet(), self._due_at_the_latest)
 
+    def keep_ahead(self, count: int) -> None:
+        """Have so many workers forked before they are asked for: [Note: Workers in waiting]."""
+        if count > self._ahead:
+            self._ahead, self._ahead_due = count, clock.MONOTONIC.now()
+
     def _present(self) -> list[_Template]:
         return [each for each in (self._template, self._next) if each is not None]
 
@@ -84,18 +129,20 @@ class Templates:
         return [each.channel.fileno() for each in self._present()]
 
     def pids(self) -> set[int]:
-        return {each.pid for each in self._present()} - {0}
+        return {each.pid for held in self._present() for each in held.processes()} - {0}
 
     def ended(self, pid: int) -> None:
         """The loop has reaped this child, whose pid may be another's from now on."""
-        for each in self._present():
-            if each.pid == pid:
-                each.pid = 0
+        for held in self._present():
+            for each in held.processes():
+                if each.pid == pid:
+                    each.pid = 0
 
     def next_time(self) -> float | None:
         """When :meth:`go_on` must be called, at the latest."""
         until = None if self._next is None else self._next.until
-        return min((at for at in (self._due, until) if at is not None), default=None)
+        times = (self._due, until, self._ahead_due)
+        return min((at for at in times if at is not None), default=None)
 
     def go_on(self) -> None:
         """Read the templates' reports and do what is due."""
@@ -110,15 +157,19 @@ class Templates:
         if self._due is not None and now >= self._due:
             self._due = None
             self._make()
+        if self._ahead_due is not None and now >= self._ahead_due:
+            self._ahead_due = None
+            self._fork_ahead()
 
     def start(self, spawns: Sequence[tuple[Message, list[int]]]) -> dict[str, int]:
-        """Fork workers from the template, if it may be used: the names and pids of those it has forked."""
+        """Start workers from the template, if it may be used: the names and pids of those that have started."""
         held = self._template
         if not spawns or held is None or not self._may_use(held):
             return {}
+        started = self._start_waiting(held, spawns)
         for message, fds in spawns:
-            held.channel.send(message, fds)
-        started: dict[str, int] = {}
+            if message["name"] not in started:
+                held.channel.send(message, fds)
         deadline = clock.Deadline(FORK_PATIENCE)
         poller = select.poll()
         while len(started) < len(spawns):
@@ -126,15 +177,43 @@ class Templates:
             poller.register(held.channel.fileno(), waits)
             poller.poll((deadline.remaining() or 0) * 1000)
             held.channel.flush()
-            started |= _forked(held.channel)
+            started |= _forked(held)
             if held.channel.closed_by_peer or deadline.expired():
                 started |= self._lose_in_fork(held)
                 break
         return started
 
+    def _start_waiting(
+        self, held: _Template, spawns: Sequence[tuple[Message, list[int]]]
+    ) -> dict[str, int]:
+        """Start those that were forked ahead, as far as there are any."""
+        started: dict[str, int] = {}
+        for message, fds in spawns:
+            while held.waiting and message["name"] not in started:
+                worker = held.waiting.pop()
+                if worker.pid:
+                    worker.channel.send(message, fds)
+                    if not worker.channel.closed_by_peer:
+                        started[message["name"]] = worker.pid
+                worker.channel.close()
+                self._ahead_due = clock.MONOTONIC.now() + SUCCESSION
+        return started
+
+    def _fork_ahead(self) -> None:
+        held = self._template
+        if held is None or not self._may_use(held):
+            return
+        held.waiting = [each for each in held.waiting if each.pid]
+        for _ in range(self._ahead - len(held.waiting) - len(held.forking)):
+            ours, theirs = socket_pair()
+            name = f"ahead {next(self._names)}"
+            held.forking[name] = Channel(ours)
+            held.channel.send({"do": "wait", "name": name}, [theirs.fileno()])
+            theirs.close()
+
     def close_in_child(self) -> None:
         for each in self._present():
-            each.channel.close()
+            each.close()
 
     # -- the template -------------------------------------------------------------------------------
 
@@ -197,9 +276,11 @@ class Templates:
                 if not self._may_use(held):
                     self._end(held)
                     self._plan()
+                elif self._ahead:
+                    self._ahead_due = clock.MONOTONIC.now()
                 self._report()
             case _:
-                pass  # late word of a fork
+                held.take_forked(message)  # ahead, or late word of a fork
 
     def _lose(self, held: _Template, how: str) -> None:
         if held.importing:
@@ -220,7 +301,7 @@ class Templates:
         deadline = clock.Deadline(FORK_PATIENCE)
         while not held.channel.closed_by_peer and not deadline.expired():
             poller.poll((deadline.remaining() or 0) * 1000)
-            started |= _forked(held.channel)
+            started |= _forked(held)
         self._end(held)
         return started
 
@@ -232,8 +313,9 @@ class Templates:
             self._next = None
         if held is self._template:
             self._template = None
-        held.channel.close()
-        _kill(held.pid)
+        held.close()
+        for each in held.processes():
+            _kill(each.pid)
 
     def _report(self) -> None:
         packages = () if self._template is None else self._template.packages
@@ -244,15 +326,15 @@ class Templates:
             self._tell({"is": "learned", "packages": packages, "against": against})
 
 
-def _forked(channel: Channel) -> Mapping[str, int]:
-    return {
-        message["name"]: message["pid"]
-        for message, _ in channel.receive()
-        if message["is"] == "forked"
-    }
+def _forked(held: _Template) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for message, _ in held.channel.receive():
+        if message["is"] == "forked":
+            found |= held.take_forked(message)
+    return found
 
 
 def _kill(pid: int) -> None:
-    """Kill a template. The fork server's loop reaps it."""
+    """Kill a template, or a worker that waits. The fork server's loop reaps it."""
     if pid:
         os.kill(pid, signal.SIGKILL)
