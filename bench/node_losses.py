@@ -5,8 +5,9 @@
 
 Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a fifth one that waits. A
 supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host, which has waited for a while,
-takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed its first step after the recovery: from the instant at
-which the first supervisor reports the loss (``known``), and from the fault itself. See bench/README.md.
+takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed its first step with all
+others after the recovery, which takes a while itself: from the instant at which the first supervisor reports the loss (``known``), and from
+the fault. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +118,11 @@ def until(condition: Any, what: str) -> None:
         time.sleep(0.001)  # a bench may poll what it measures
 
 
-def recovered_at(events: Path, since: float) -> float:
-    """When the first workers had met again."""
+def recovered_step(events: Path, since: float) -> int:
+    """How many steps were complete when the workers had met again."""
     told = map(json.loads, events.read_text().splitlines())
     return min(
-        each["monotonic"]
+        int(each["steps"])
         for each in told
         if each["kind"] == "session_recovered" and each["monotonic"] > since
     )
@@ -149,24 +151,30 @@ def lose(kind: str, hosts: Hosts, board: Board, events: Path) -> tuple[float | N
     before = board.lines()
     others = [rank for rank in range(RANKS) if before[rank][0] not in theirs]
     assert len(others) == RANKS - RANKS // HOSTS, (before, theirs)
-    stepped_at: dict[int, list[float]] = {rank: [] for rank in others}
+    stepped_at: dict[int, dict[int, float]] = {rank: {} for rank in others}
     at = time.monotonic()
     hosts.strike(kind, host)
 
-    def back() -> bool:
+    def all_are_beyond(steps: Sequence[int]) -> bool:
         lines = board.lines()
         for rank, times in stepped_at.items():
-            last = lines[rank][2]
-            if last > at and last not in times:
-                times.append(last)
-        return all(lines[rank][1] > before[rank][1] + 1 for rank in others)
+            _, position, last = lines[rank]
+            if last > at:
+                times.setdefault(position, last)
+        return all(lines[rank][1] > steps[rank] for rank in others)
 
-    until(back, f"{kind}: survivors step again")
+    beyond_next = [position + 1 for _, position, _ in before]
+    until(lambda: all_are_beyond(beyond_next), f"{kind}: survivors step again")
+    # A step that was completed with the lost ranks' gradients is none after the loss.
+    complete = recovered_step(events, at)
+    until(lambda: all_are_beyond([complete] * RANKS), f"{kind}: survivors step again")
     until(lambda: all(last > at for _, _, last in board.lines()), f"{kind}: all step")
     after = board.lines()
-    known, recovered = known_at(events, at), recovered_at(events, at)
-    # A step that was completed with the lost ranks' gradients is none after the loss.
-    stepped = max(min(time for time in times if time > recovered) for times in stepped_at.values())
+    known = known_at(events, at)
+    stepped = max(
+        min(time for position, time in times.items() if position > complete)
+        for times in stepped_at.values()
+    )
     kept = all(after[rank][0] == before[rank][0] for rank in others)
     hosts.mend(kind, host)
     return None if known is None else stepped - known, stepped - at, kept
