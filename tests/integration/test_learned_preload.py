@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pace import pace
@@ -111,6 +113,16 @@ def test_what_reads_a_variable_that_the_script_sets_is_not_preloaded(tmp_path: P
     assert [each["verbose"] for each in (*first, *second)] == [True] * 4
 
 
+def next_workers(job: int) -> set[int]:
+    """The processes below a supervisor that are forked and not started."""
+    found = set()
+    for each in psutil.Process(job).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(each.cmdline()).startswith("rally: next worker"):
+                found.add(each.pid)
+    return found
+
+
 ON_NODES = """
 import json, os, sys, time
 import torch
@@ -118,7 +130,7 @@ had = "torch._dynamo" in sys.modules
 import torch.distributed as dist
 dist.init_process_group("gloo")
 torch.optim.Adam(torch.nn.Linear(4, 4).parameters())
-open(f"had.{os.environ['NODE']}.{had}", "w").close()
+open(f"had.{os.environ['NODE']}.{had}.{os.getpid()}", "w").close()
 while not os.path.exists("end"):
     time.sleep(0.05)
 """
@@ -146,14 +158,17 @@ def test_a_node_that_waits_has_imported_what_the_others_did(tmp_path: Path) -> N
     try:
         for _ in range(2):
             start()
-        wait_for(lambda: len(list(tmp_path.glob("had.*.False"))) == 2, "both have begun")
+        wait_for(lambda: len(list(tmp_path.glob("had.*.False.*"))) == 2, "both have begun")
         start()
         wait_for(lambda: "waiting as a spare" in logs[2].read_text(), "the third one waits")
         ready = "preloaded for restarted workers: torch._dynamo"
         wait_for(lambda: ready in logs[2].read_text(), "it has imported what the others did")
+        wait_for(lambda: next_workers(nodes[2].pid), "its worker is forked")
+        ahead = next_workers(nodes[2].pid)
         nodes[1].kill()
         wait_for(lambda: list(tmp_path.glob("had.2.*")), "it takes part")
-        assert [each.name for each in tmp_path.glob("had.2.*")] == ["had.2.True"]
+        (worker,) = ahead
+        assert [each.name for each in tmp_path.glob("had.2.*")] == [f"had.2.True.{worker}"]
     finally:
         (tmp_path / "end").touch()
         for each in nodes:
@@ -207,3 +222,20 @@ def test_who_takes_a_lost_worker_over_has_sessions_at_hand(tmp_path: Path, order
     assert old == new
     assert (new["at start"], new["torch"], new["same"], new["left"]) == ([], True, True, False)
     assert not new.get("behind torch")
+
+
+def test_who_takes_a_lost_worker_over_was_forked_before(tmp_path: Path) -> None:
+    script = SESSION.replace("facts = {", 'facts = {"pid": os.getpid(), ', 1)
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", "train.py"]
+    with subprocess.Popen(words, cwd=tmp_path) as job:
+        until = time.monotonic() + 120 * pace()
+        while len(ahead := next_workers(job.pid)) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for pid in ahead:
+            os.kill(pid, signal.SIGTERM)  # as a batch system does, which means the workers of then
+        (tmp_path / "go").touch()
+        assert job.wait(120 * pace()) == 0
+        assert json.loads((tmp_path / "facts.1.1").read_text())["pid"] in ahead
+    assert not any(map(psutil.pid_exists, ahead))
