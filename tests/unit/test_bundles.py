@@ -65,7 +65,7 @@ def test_all_kinds_arrive(count: int) -> None:
     tensors += [torch.randn(300, 300), torch.randn(300, 301).T, torch.randn(2, requires_grad=True)]
     tensors *= count
     group: Any = Group()
-    assert bundles.send(tensors, group, [1]) == sum(map(bundles.size_of, tensors))
+    assert bundles.send(tensors, group, [1]) == sum(each.nbytes for each in tensors)
     assert len(group.sent) == 2 * count + 1
     places = [torch.zeros_like(each) for each in tensors]
     places[-1].requires_grad_(True)

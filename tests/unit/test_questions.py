@@ -1,5 +1,6 @@
 """Questions to several places: one that does not answer delays no other, and none is asked twice at once."""
 
+import contextlib
 import threading
 
 from rallypoint.rendezvous.backends.places import Answer, Place
@@ -18,7 +19,7 @@ def test_an_answer_comes_while_another_place_is_silent() -> None:
             assert release.wait(20)
         return Answer.ALIVE
 
-    with Questions(ask, 2) as questions:
+    with contextlib.closing(Questions(ask, 2)) as questions:
         questions.put([_SLOW, _QUICK])
         assert questions.answers(20) == {_QUICK: Answer.ALIVE}
         questions.put([_SLOW, _QUICK])
@@ -30,5 +31,5 @@ def test_an_answer_comes_while_another_place_is_silent() -> None:
 
 
 def test_without_a_question_nothing_is_waited_for() -> None:
-    with Questions(lambda _: Answer.DEAD, 1) as questions:
+    with contextlib.closing(Questions(lambda _: Answer.DEAD, 1)) as questions:
         assert questions.answers(3600) == {}

@@ -60,6 +60,7 @@ class Server:
         pid = os.fork()
         if pid == 0:
             try:
+                self.templates.close_in_child()
                 become()
             finally:
                 os._exit(1)

@@ -38,25 +38,20 @@ def bundled(sizes: Sequence[int]) -> list[list[int]]:
     return alone + together
 
 
-def size_of(tensor: torch.Tensor) -> int:
-    """In bytes."""
-    return tensor.numel() * tensor.element_size()
-
-
 def send(tensors: Sequence[torch.Tensor], group: KeptGroup, to: Sequence[int]) -> int:
     """Send tensors to each of these ranks.   Blocks: until all are sent. Called in :meth:`.KeptGroup.transfer`.
 
     Returns:
         Bytes that one of them receives.
     """
-    sizes = [size_of(each) for each in tensors]
+    sizes = [each.nbytes for each in tensors]
     for indices in bundled(sizes):
-        first, *more = (tensors[index].detach() for index in indices)
-        if not more:
-            group.send_now(first.contiguous(), *to)
+        held = [tensors[index].detach() for index in indices]
+        if len(held) == 1:
+            group.send_now(held[0].contiguous(), *to)
             continue
-        message = _message([sizes[index] for index in indices])
-        for part, each in zip(_parts(message, [first, *more]), (first, *more), strict=True):
+        message, parts = _message(held)
+        for part, each in zip(parts, held, strict=True):
             part.copy_(each)
         group.send_now(message, *to)
     return sum(sizes)
@@ -70,18 +65,19 @@ def receive(tensors: Sequence[torch.Tensor], group: KeptGroup, source: int) -> i
     Returns:
         Bytes.
     """
-    sizes = [size_of(each) for each in tensors]
+    sizes = [each.nbytes for each in tensors]
     for indices in bundled(sizes):
-        first, *more = (tensors[index].detach() for index in indices)
-        if not more:
-            place = first if first.is_contiguous() else torch.empty_like(first).contiguous()
+        held = [tensors[index].detach() for index in indices]
+        if len(held) == 1:
+            (target,) = held
+            place = target if target.is_contiguous() else torch.empty_like(target).contiguous()
             group.receive_now(place, source)
-            if place is not first:
-                first.copy_(place)
+            if place is not target:
+                target.copy_(place)
             continue
-        message = _message([sizes[index] for index in indices])
+        message, parts = _message(held)
         group.receive_now(message, source)
-        for part, each in zip(_parts(message, [first, *more]), (first, *more), strict=True):
+        for part, each in zip(parts, held, strict=True):
             each.copy_(part)
     return sum(sizes)
 
@@ -90,15 +86,11 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _message(sizes: Sequence[int]) -> torch.Tensor:
-    return torch.zeros(sum(map(_aligned, sizes)), dtype=torch.uint8)
-
-
-def _parts(message: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of a message for each tensor, in its shape and type."""
-    found, begin = [], 0
+def _message(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Room for these tensors, and the part of it for each, in its shape and type."""
+    message = torch.zeros(sum(_aligned(each.nbytes) for each in tensors), dtype=torch.uint8)
+    parts, begin = [], 0
     for each in tensors:
-        size = size_of(each)
-        found.append(message[begin : begin + size].view(each.dtype).view(each.shape))
-        begin += _aligned(size)
-    return found
+        parts.append(message[begin : begin + each.nbytes].view(each.dtype).view(each.shape))
+        begin += _aligned(each.nbytes)
+    return message, parts

@@ -437,7 +437,7 @@ class Objects:
         group.send_now(size, *to)
         group.send_now(data, *to)
         moved = bundles.send(tensors, group, to)
-        return len(to) * (moved + data.numel() + bundles.size_of(size))
+        return len(to) * (moved + data.nbytes + size.nbytes)
 
     def receive(self, group: KeptGroup, source: int) -> int:
         """Receive everything. Returns the number of bytes.

@@ -314,8 +314,7 @@ class Templates:
         if held is self._template:
             self._template = None
         held.close()
-        for each in held.processes():
-            _kill(each.pid)
+        _kill(held.pid)
 
     def _report(self) -> None:
         packages = () if self._template is None else self._template.packages
@@ -335,6 +334,6 @@ def _forked(held: _Template) -> Mapping[str, int]:
 
 
 def _kill(pid: int) -> None:
-    """Kill a template, or a worker that waits. The fork server's loop reaps it."""
+    """Kill a template. The fork server's loop reaps it."""
     if pid:
         os.kill(pid, signal.SIGKILL)

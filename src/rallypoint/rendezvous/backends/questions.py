@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Self
 
 from .places import Answer, Place
 
@@ -23,15 +21,8 @@ class Questions:
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="rally-ask")
         self._asked: dict[Place, Future[Answer]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ask no more, and wait for nothing."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def put(self, places: Iterable[Place]) -> None:

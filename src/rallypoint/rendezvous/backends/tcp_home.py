@@ -351,7 +351,7 @@ class TcpHome:
         def ask(place: Place) -> Answer:
             return self._ask(place, reach.get(place, ATTEMPT))
 
-        with Questions(ask, len(search.places)) as questions:
+        with contextlib.closing(Questions(ask, len(search.places))) as questions:
             while True:
                 questions.put(search.to_ask())
                 turn = Deadline(pause)
