@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -275,6 +276,25 @@ def test_workers_that_wait_end_with_the_server(server: Server) -> None:
     server.templates.close_in_child()  # as the end of its process does
     assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
     server.templates.ended(waiting)
+
+
+def test_a_template_that_cannot_be_forked_is_made_later(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork, failures = os.fork, [errno.EAGAIN, errno.ENOMEM]
+
+    def limited() -> int:
+        if failures:
+            raise OSError(failures.pop(), "as at a limit of processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", limited)
+    files = len(open_files())
+    server.templates.hear("sets_a_variable", [])
+    server.templates.go_on()
+    assert failures and len(open_files()) == files
+    server.wait_for(lambda: server.told)
+    assert server.told[-1]["packages"] == ("sets_a_variable",)
 
 
 def test_a_template_that_was_killed_starts_nothing(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -156,10 +157,14 @@ class Templates:
                 self._lose(held, "took too long")
         if self._due is not None and now >= self._due:
             self._due = None
-            self._make()
+            try:
+                self._make()
+            except OSError:  # a limit is reached: workers start without one meanwhile
+                self._plan()
         if self._ahead_due is not None and now >= self._ahead_due:
             self._ahead_due = None
-            self._fork_ahead()
+            with contextlib.suppress(OSError):  # the same
+                self._fork_ahead()
 
     def start(self, spawns: Sequence[tuple[Message, list[int]]]) -> dict[str, int]:
         """Start workers from the template, if it may be used: the names and pids of those that have started."""
@@ -207,9 +212,9 @@ class Templates:
         for _ in range(self._ahead - len(held.waiting) - len(held.forking)):
             ours, theirs = socket_pair()
             name = f"ahead {next(self._names)}"
-            held.forking[name] = Channel(ours)
-            held.channel.send({"do": "wait", "name": name}, [theirs.fileno()])
-            theirs.close()
+            with theirs:
+                held.forking[name] = Channel(ours)
+                held.channel.send({"do": "wait", "name": name}, [theirs.fileno()])
 
     def close_in_child(self) -> None:
         for each in self._present():
@@ -254,8 +259,13 @@ class Templates:
             template.run(its, packages, sorted(paths), self._become)
 
         self._made += 1
-        pid = self._fork(become_template)
-        its.close()
+        try:
+            pid = self._fork(become_template)
+        except OSError:
+            channel.close()
+            raise
+        finally:
+            its.close()
         self._next = _Template(
             pid, channel, packages, paths, clock.MONOTONIC.now() + IMPORT_PATIENCE
         )
