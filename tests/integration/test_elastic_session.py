@@ -905,7 +905,7 @@ def test_a_step_without_the_optimizers_is_refused_only_if_its_gradients_are_used
 
 
 def test_parameters_that_change_before_a_loss_are_no_state_to_go_on_from(tmp_path: Path) -> None:
-    """As a sharpness-aware optimizer changes them between its two passes."""
+    """As a sharpness-aware optimizer changes them between its two passes. In the first step, nothing is known of that."""
     script = tmp_path / "train.py"
     script.write_text(
         """
@@ -920,13 +920,13 @@ torch.manual_seed(0)
 net = DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 with elastic.session(net, optimizer) as session:
-    for _ in range(4):
+    while session.position < 4:
         with session.step():
             net(torch.ones(2, 4)).sum().backward()
             with torch.no_grad():
                 for each in net.parameters():
                     each.add_(0.05 * each.grad)
-            if session.position == 2 and dist.get_rank() == 1:
+            if session.position == 0 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             net(torch.ones(2, 4)).sum().backward()
             optimizer.step()
@@ -937,6 +937,55 @@ with elastic.session(net, optimizer) as session:
     done = run(words, capture_output=True, text=True)
     assert done.returncode == 1
     assert "the step failed after it had changed parameters" in " ".join(done.stderr.split())
+
+
+OWN_LOOPS = """
+import sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def train():
+    with session.step():  # the place
+        net(torch.ones(2, 4) * session.position).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+with elastic.session(net, optimizer) as session:
+    KIND = sys.argv[1]
+    if KIND == "counts":
+        for _ in range(4):
+            train()
+    elif KIND == "two steps":
+        while session.position < 4:
+            train()
+            train()
+    elif KIND == "asks":
+        while session.position < 4:
+            train()
+    else:
+        for x in session.batches(range(3)):
+            train()
+            train()
+"""
+
+
+@pytest.mark.parametrize("kind", ["counts", "two steps", "asks", "batches"])
+def test_a_loop_that_counts_its_steps_itself_is_told(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OWN_LOOPS)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(script), kind]
+    done = run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [each for each in done.stderr.splitlines() if "asked for session.position" in each]
+    place = OWN_LOOPS[: OWN_LOOPS.index("# the place")].count("\n") + 1
+    assert len(told) == (kind in ("counts", "two steps"))
+    assert all(f"elastic.session: train.py:{place} begins a step" in each for each in told)
 
 
 # Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.

@@ -1,4 +1,4 @@
-"""Sessions that keep each rank's whole state in snapshots, as their steps or ranks need it: the end is that without a loss."""
+"""Sessions whose steps or ranks need each rank's whole state, in snapshots or as copies: the end is that without a loss."""
 
 from __future__ import annotations
 
@@ -97,6 +97,15 @@ def late(x):
     fault("within")
     average([each.data for each in nets[0].parameters()])
 
+def seldom(x):
+    loss_of(nets[0], x).backward()
+    optimizers[0].step()
+    if session.position % 4 == 3:
+        fault("within")
+        optimizers[0].zero_grad()
+        loss_of(nets[0], x).backward()
+        optimizers[0].step()
+
 def plain(x):
     loss_of(nets[0], x).backward()
     fault("within")
@@ -136,6 +145,21 @@ def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("sharp", (1, 4, 9)), ("two", (1, 4, 9)), ("seldom", (7, 11))],
+)
+def test_a_step_that_communicates_behind_a_change_is_undone(
+    tmp_path: Path, kind: str, steps: tuple[int, ...]
+) -> None:
+    draws = random.Random(kind)
+    faults = [[step, draws.randrange(RANKS), "within"] for step in steps]
+    calm = undisturbed(SCRIPT, RANKS, "default", kind)
+    ends, said = train(tmp_path / "hurt", SCRIPT, RANKS, faults, "default", kind)
+    assert ends == calm
+    assert "complete step" not in said  # nothing is redone but the step under way
+
+
+@pytest.mark.parametrize(
     ("kind", "place"),
     [
         # DDP settles its buckets in the second forward pass.
@@ -145,7 +169,7 @@ def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kin
         ("plain", ""),
     ],
 )
-def test_a_step_that_needs_snapshots_is_named_before_a_loss(
+def test_a_step_that_needs_a_copy_is_named_before_a_loss(
     tmp_path: Path, kind: str, place: str
 ) -> None:
     done = start(tmp_path / "job", SCRIPT, RANKS, [], "default", kind)
@@ -157,4 +181,8 @@ def test_a_step_that_needs_snapshots_is_named_before_a_loss(
     (line,) = lines
     number = SCRIPT[: SCRIPT.index(place)].count("\n") + 1
     assert f"train.py:{number} communicates (" in line
-    assert "snapshots=True), or make two steps of it" in line
+    if kind == "late":
+        assert "the first of that step: each rank changes its parameters by itself" in line
+        assert "Use elastic.session(…, snapshots=True)" in line
+    else:
+        assert "each step begins with a copy of what the session holds (0.0 MB)" in line

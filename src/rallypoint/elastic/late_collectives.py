@@ -1,56 +1,78 @@
-"""Steps that communicate behind a change of parameters: found in a script's first steps, before a loss shows them.
+"""Steps that communicate behind a change of parameters: found before a loss shows them.
 
-Such a step can only be repeated from a snapshot: once all ranks have changed their parameters, nobody has those that it began with.
+Such a step can only be repeated from a copy: once all ranks have changed their parameters, nobody has those that it began with.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from types import FrameType
+from typing import NamedTuple
 
-import torch.distributed as dist
 
-
-# A script does the same in later ones. Looking costs a little before each collective.
+# A script does the same in later ones. Looking for changes of parameters costs a little before each collective; whether an
+# optimizer has stepped is known, and is looked at in all steps.
 STEPS = 3
 # Frames of these packages are not the script's.
 _OTHERS = {"torch", "rallypoint", *sys.stdlib_module_names} - {"__main__"}
 
-_log = logging.getLogger(__name__)
+
+class Late(NamedTuple):
+    """One that was found.
+
+    Args:
+        what: in words: file, line, operation.
+        is_first: no other one came before it in its step, so each rank has changed its parameters by itself.
+    """
+
+    what: str
+    is_first: bool
 
 
 class LateCollectives:
-    """Watches the first steps of a process.
+    """Watches the steps of a process until it finds one.
 
     Args:
         matters: a loss leads back to the beginning of a step, not to a snapshot.
+
+    Attributes:
+        is_watching: none was found so far.
     """
 
     def __init__(self, *, matters: bool) -> None:
-        self._left = STEPS if matters else 0
+        self._left = STEPS
+        self._is_first = True
+        self.is_watching = matters
 
     @property
-    def is_watching(self) -> bool:
+    def compares(self) -> bool:
+        """Whether changes by other means than an optimizer are looked for."""
         return self._left > 0
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._is_first = True
 
     def end_step(self) -> None:
         """A step is complete."""
-        self._left -= self.is_watching
+        self._left = max(0, self._left - 1)
 
-    def tell(self, operation: str) -> None:
-        """A collective begins behind a change in the same step: say so, once."""
-        self._left = 0
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        _log.log(
-            logging.WARNING if is_first else logging.DEBUG,
-            "elastic.session: %s communicates (%s) behind a change of parameters in the same step. If a process is lost there, no rank has the"
-            " state that the step began with, and the session ends. Use elastic.session(…, snapshots=True), or make two steps of it",
-            place_in_script(inspect.currentframe()) or "a step",
-            operation,
-        )
+    def meet(self, operation: str, *, is_late: bool) -> Late | None:
+        """A collective begins in a step.
+
+        Args:
+            operation: its name.
+            is_late: parameters have changed in this step.
+        """
+        is_first, self._is_first = self._is_first, False
+        if not is_late:
+            return None
+        self.is_watching = False
+        place = place_in_script(inspect.currentframe()) or "a step"
+        what = f"{place} communicates ({operation}) behind a change of parameters in the same step"
+        return Late(what, is_first)
 
 
 def place_in_script(frame: FrameType | None) -> str:

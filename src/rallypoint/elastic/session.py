@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ from . import torch_private
 from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
 from .communication.kept_group import KeptGroup
-from .late_collectives import LateCollectives
+from .late_collectives import LateCollectives, place_in_script
 from .leftover import Leftover
 from .loops import loader_state
 from .loops.course import Course, Doing
@@ -42,6 +43,7 @@ from .replication.copies import Copies
 from .state.objects import Objects
 from .storage.memory import Memory
 from .storage.schedule import Schedule
+from .undo import Undo
 from .worker import process, termination
 from .worker.process import KeptProcess
 
@@ -89,6 +91,7 @@ class Session:
         self._objects = objects
         self._leftover = Leftover(objects)
         self._late = LateCollectives(matters=not objects.keeps_snapshots)
+        self._undo = Undo(objects)
         self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
@@ -108,6 +111,8 @@ class Session:
         self._loops_outside = False  # a loop over batches was in no epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
         self._fetches = False  # a batch, or begins to
+        self._has_asked = True  # for the position, since the last step outside of a body
+        self._was_told = False  # of a loop that does not ask
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
@@ -129,6 +134,7 @@ class Session:
     @property
     def position(self) -> int:
         """How many steps are complete: the number of the step under way. The same on all ranks."""
+        self._has_asked = self._has_asked or not self._in_step
         return self._course.steps
 
     @property
@@ -492,6 +498,20 @@ class Session:
                 " changes, such as `session.position >= n`"
             )
 
+    def _check_loop(self) -> None:
+        """A loop of the script's own has to ask where it is before each step: after a loss no count of its own is right."""
+        if not self._has_asked and self._meeting is not None and not self._was_told:
+            self._was_told = True
+            is_first = dist.get_rank() == 0
+            _log.log(
+                logging.WARNING if is_first else logging.DEBUG,
+                "elastic.session: %s begins a step, and the script has not asked for session.position since the one before. A count of its own"
+                " (`for step in range(n)`) is wrong after a loss: a step that was left does not count, and a new process begins at the"
+                " present one. Loop over session.batches(…), or write `while session.position < n:` around one step",
+                place_in_script(inspect.currentframe()) or "a loop",
+            )
+        self._has_asked = False
+
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -511,11 +531,14 @@ class Session:
         behind = None if course.in_body else self._random_behind
         if not course.in_body and not self._is_task:
             self._pass_boundary()
+            self._check_loop()
         if self._meeting is not None:
             may_swap = self._is_task and self._swaps.get(self._function, True)
             self._meeting.begun = self._keeping.begin_step(
                 is_task=self._is_task, may_swap=may_swap, behind=behind
             )
+            self._undo.begin_step()
+        self._late.begin_step()
         self._leftover.begin_step()
         self._in_step = True
 
@@ -548,7 +571,8 @@ class Session:
             return False
         if meeting is None or not meeting.explains(error):
             return False
-        meeting.whole = meeting.whole and not self._has_changed()
+        if self._has_changed():
+            meeting.whole = self._undo.undo() and meeting.whole
         before = course.steps
         meeting.recover(error)
         is_fresh = course.in_body and not self._is_task and not course.place.done
@@ -570,6 +594,10 @@ class Session:
             before = begun.fingerprint
             return before is not None and before != self._objects.fingerprint()
         return begun.changes is not None and begun.changes != self._objects.changes()
+
+    def _is_late(self) -> bool:
+        """Whether a collective that begins now is behind a change."""
+        return self._leftover.has_stepped or (self._late.compares and self._has_changed())
 
     def _check_accumulation(self) -> None:
         begun = None if self._meeting is None else self._meeting.begun
@@ -598,8 +626,10 @@ class Session:
             self._memory.progress.begin(group.label)
         if self._in_step:
             self._keeping.note_collective()
-            if self._late.is_watching and not self._is_task and self._has_changed():
-                self._late.tell(operation)
+            if self._late.is_watching and not self._is_task:
+                late = self._late.meet(operation, is_late=self._is_late())
+                if late is not None:
+                    self._undo.turn_on(late)
             if operation in torch_private.REDUCE_SCATTERS:
                 self._leftover.note_reduction()
 
@@ -842,9 +872,10 @@ def session(
             allows. Replicated state needs none.
         copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
             buffers), its own node among them: so many nodes less one may be lost at once.
-        snapshots: keep each rank's whole state in snapshots, as sharded state is. For steps that communicate behind a change of parameters
-            (sharpness-aware optimizers, two optimizers with a backward pass between them), and ranks whose parameters differ.
-            ``LBFGS``, communication hooks with a state and averages of models need no such word.
+        snapshots: keep each rank's whole state in snapshots, as sharded state is. For ranks whose parameters or optimizers differ, and for steps
+            that communicate behind a change of parameters (sharpness-aware optimizers, two optimizers with a backward pass between
+            them) where a copy of the state in each step is too much. ``LBFGS``, communication hooks with a state and averages of
+            models need no such word.
     Returns:
         A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
     Raises:

@@ -166,8 +166,8 @@ def judge(standings: Sequence[Standing]) -> Verdict:
     if not whole:
         raise ElasticError(
             "no rank has a whole state: the step failed after it had changed parameters (optimizer.step, an average, a clamp),"
-            " on all ranks. Keep what communicates behind such a change outside of session.step(), or give elastic.session"
-            " snapshots=True; a function that session.run runs with other weights puts them back in a `finally` block"
+            " on all ranks, and there was no copy of them yet. Keep what communicates behind such a change outside of session.step(), or give"
+            " elastic.session snapshots=True; a function that session.run runs with other weights puts them back in a `finally` block"
         )
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)

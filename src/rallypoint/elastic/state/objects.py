@@ -7,7 +7,6 @@ by torch's restricted unpickler, which executes nothing.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 import logging
@@ -28,6 +27,7 @@ from rallypoint.errors import ElasticError
 
 from . import bundles, optimizer_state
 from .buffers import Buffers
+from .copied import copied
 from .hook_states import AveragerState, HookState, of_hooks, with_averagers
 from .loose_parameters import of_no_module
 from .modes import Flags, Modes
@@ -40,6 +40,8 @@ from .static_graphs import StaticGraphs, Unused
 _TENSOR = "rallypoint tensor"
 # Which gradients a DDP module reduces together: numbers of parameters.
 Layout = tuple[tuple[int, ...], ...]
+# Parameters, buffers, everything else, modes.
+Saved = tuple[list[torch.Tensor], list[Any], list[Any], Flags]
 
 _log = logging.getLogger(__name__)
 
@@ -234,14 +236,19 @@ class Objects:
 
     # -- rehearsals ---------------------------------------------------------------------------------
 
-    def save(self) -> tuple[list[torch.Tensor], list[Any], list[Any], Flags]:
-        """Copies of everything, gradients apart."""
-        tensors = [each.detach().clone() for each in self._parameters]
-        rest = [copy.deepcopy(optimizer_state.part_of(each)) for each in self.others]
+    def save(self, into: Saved | None = None) -> Saved:
+        """Copies of everything, gradients apart.
+
+        Args:
+            into: earlier ones, which are overwritten.
+        """
+        tensors, _, rest, _ = into or (None, None, None, None)
+        tensors = copied([each.detach() for each in self._parameters], tensors)
+        rest = copied([optimizer_state.part_of(each) for each in self.others], rest)
         return tensors, self.buffers.copied(), rest, self.modes.now()
 
-    def put_back(self, saved: tuple[list[torch.Tensor], list[Any], list[Any], Flags]) -> None:
-        """From :meth:`save`."""
+    def put_back(self, saved: Saved) -> None:
+        """From :meth:`save`. What optimizers have as their state is that copy then."""
         tensors, buffers, rest, modes = saved
         with torch.no_grad():
             for each, held in zip(self._parameters, tensors, strict=True):
