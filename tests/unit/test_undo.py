@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from rallypoint.elastic.late_collectives import STEPS, Late, LateCollectives
 from rallypoint.elastic.state.copied import copied, num_bytes
 from rallypoint.elastic.state.objects import Objects
-from rallypoint.elastic.undo import Undo
+from rallypoint.elastic.undo import Undo, room_on
 
 
 LATE = Late("train.py:3 communicates", is_first=False)
@@ -54,7 +55,7 @@ def test_a_copy_is_equal_and_shares_no_memory(state: Any, earlier: Any) -> None:
     assert in_words(made) == in_words(state)
     own = {each.data_ptr() for each in tensors_of(state) if each.numel()}
     assert own.isdisjoint(each.data_ptr() for each in tensors_of(made))
-    assert num_bytes(made) == sum(each.nbytes for each in tensors_of(state))
+    assert num_bytes(made).total() == sum(each.nbytes for each in tensors_of(state))
 
 
 def test_a_copy_takes_the_memory_of_the_one_before() -> None:
@@ -126,29 +127,41 @@ def test_there_is_nothing_to_undo_before_it_is_on(caplog: pytest.LogCaptureFixtu
     for _ in range(2):
         undo.begin_step()
     (record,) = caplog.records  # once
-    size = num_bytes(job.objects.save()) / 1e6
+    size = num_bytes(job.objects.save()).total() / 1e6
     assert record.getMessage() == (
         "elastic.session: train.py:3 communicates. To undo it after a loss, each step begins with a copy of what the session"
         f" holds ({size:.1f} MB). Two steps need no copy; elastic.session(…, snapshots=True) copies less often"
     )
 
 
-def test_without_memory_for_a_copy_training_goes_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_copy_takes_half_of_the_room_at_most(
+    caplog: pytest.LogCaptureFixture, spare: int
 ) -> None:
     job = Job()
+    job.step()
+    size = num_bytes(job.objects.state())[torch.device("cpu")]
+    asked = []
 
-    def no_memory(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def room(device: torch.device) -> float:
+        asked.append(device)
+        return 2 * size - 1 + spare
 
-    monkeypatch.setattr(job.objects, "save", no_memory)
-    undo = Undo(job.objects)
+    undo = Undo(job.objects, room)
     undo.turn_on(LATE)
     for _ in range(2):
         undo.begin_step()
-        assert not undo.undo()
+    assert undo.undo() is bool(spare)
+    assert asked == [torch.device("cpu")]  # once
     (record,) = caplog.records
-    assert "There is no memory for a copy of what each step begins with" in record.getMessage()
+    is_refused = (
+        "There is not enough memory for a copy of what each step begins with" in record.getMessage()
+    )
+    assert is_refused is not bool(spare)
+
+
+def test_a_host_has_room() -> None:
+    assert room_on(torch.device("cpu")) == math.inf
 
 
 def test_ranks_that_change_by_themselves_are_told_to_take_snapshots(

@@ -6,6 +6,8 @@ If a process is lost there, all others may have changed their parameters, and no
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,15 +22,26 @@ _INSTEAD = "Two steps need no copy; elastic.session(…, snapshots=True) copies 
 _log = logging.getLogger(__name__)
 
 
+def room_on(device: torch.device) -> float:
+    """Bytes of a device that a training which has made a step does not need."""
+    if device.type == "cpu":
+        return math.inf
+    of = torch.accelerator
+    free, _ = of.get_memory_info(device)
+    return free + of.memory_reserved(device) - of.max_memory_allocated(device)
+
+
 class Undo:
     """Of the step under way. Off until it is turned on.
 
     Args:
         objects: the session's.
+        room: on a device, in bytes. A copy takes half of it at most: later steps may need more than those before.
     """
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, room: Callable[[torch.device], float] = room_on) -> None:
         self._objects = objects
+        self._room = room
         self._saved: Saved | None = None
         self._is_current = False
         self._because = ""
@@ -53,18 +66,17 @@ class Undo:
         self._is_current = False
         if not self._is_on:
             return
-        try:
-            self._saved = self._objects.save(self._saved)
-        except torch.OutOfMemoryError:
-            self._is_on, self._saved = False, None
+        if self._saved is None and not self._has_room():
+            self._is_on = False
             self._tell(
-                ". There is no memory for a copy of what each step begins with, so the session ends if a process is lost there. "
+                ". There is not enough memory for a copy of what each step begins with, so the session ends if a process is lost there. "
                 + _INSTEAD
             )
             return
+        self._saved = self._objects.save(self._saved)
         self._is_current = True
         if not self._was_told:
-            size = num_bytes(self._saved) / 1e6
+            size = num_bytes(self._saved).total() / 1e6
             self._tell(
                 f". To undo it after a loss, each step begins with a copy of what the session holds ({size:.1f} MB). "
                 + _INSTEAD
@@ -78,6 +90,10 @@ class Undo:
             return False
         self._objects.put_back(saved)
         return True
+
+    def _has_room(self) -> bool:
+        sizes = num_bytes(self._objects.state())
+        return all(2 * size <= self._room(device) for device, size in sizes.items())
 
     def _tell(self, what: str) -> None:
         self._was_told = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
@@ -39,12 +40,14 @@ def _fits(source: torch.Tensor, into: Any) -> bool:
     )
 
 
-def num_bytes(state: Any) -> int:
-    """Of all tensors in lists, tuples and dicts."""
+def num_bytes(state: Any) -> Counter[torch.device]:
+    """Of all tensors in lists, tuples and dicts, by device."""
+    found: Counter[torch.device] = Counter()
     if isinstance(state, torch.Tensor):
-        return state.nbytes
-    if isinstance(state, dict):
-        state = state.values()
-    elif type(state) not in (list, tuple):
-        return 0
-    return sum(map(num_bytes, state))
+        found[state.device] = state.nbytes
+    elif isinstance(state, dict):
+        found.update(num_bytes(list(state.values())))
+    elif isinstance(state, list | tuple):
+        for each in state:
+            found.update(num_bytes(each))
+    return found

@@ -242,10 +242,14 @@ class Objects:
         Args:
             into: earlier ones, which are overwritten.
         """
-        tensors, _, rest, _ = into or (None, None, None, None)
-        tensors = copied([each.detach() for each in self._parameters], tensors)
-        rest = copied([optimizer_state.part_of(each) for each in self.others], rest)
-        return tensors, self.buffers.copied(), rest, self.modes.now()
+        held, _, others, _ = into or (None, None, None, None)
+        tensors, rest = self.state()
+        return copied(tensors, held), self.buffers.copied(), copied(rest, others), self.modes.now()
+
+    def state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """The parameters, and what the others have as their state; no copies."""
+        rest = [optimizer_state.part_of(each) for each in self.others]
+        return [each.detach() for each in self._parameters], rest
 
     def put_back(self, saved: Saved) -> None:
         """From :meth:`save`. What optimizers have as their state is that copy then."""
