@@ -988,6 +988,49 @@ def test_a_loop_that_counts_its_steps_itself_is_told(tmp_path: Path, kind: str) 
     assert all(f"elastic.session: train.py:{place} begins a step" in each for each in told)
 
 
+OUTSIDE = """
+import sys
+from rallypoint import elastic
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+def validate():
+    loss = net(torch.ones(2, 4)).sum().detach()
+    dist.all_reduce(loss)  # the place
+
+dist.barrier()
+with elastic.session(net, optimizer) as session:
+    for epoch in session.epochs(2):
+        for x in session.batches(range(3)):
+            with session.step():
+                net(torch.ones(2, 4) * x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        validate() if sys.argv[1] == "outside" else session.run(validate)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("kind", ["outside", "in a function"])
+def test_a_collective_outside_of_a_step_is_named(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(OUTSIDE)
+    words = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", str(script), kind]
+    done = run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [each for each in done.stderr.splitlines() if "outside of a step" in each]
+    place = OUTSIDE[: OUTSIDE.index("# the place")].count("\n") + 1
+    assert len(told) == (kind == "outside")
+    assert all(
+        f"elastic.session: train.py:{place} communicates (allreduce)" in each for each in told
+    )
+
+
 # Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.
 UNEQUAL = """
 import os, pathlib, signal, sys, time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import signal
@@ -22,7 +21,8 @@ from . import torch_private
 from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
 from .communication.kept_group import KeptGroup
-from .late_collectives import LateCollectives, place_in_script
+from .hints import Hints
+from .late_collectives import LateCollectives
 from .leftover import Leftover
 from .loops import loader_state
 from .loops.course import Course, Doing
@@ -92,6 +92,7 @@ class Session:
         self._leftover = Leftover(objects)
         self._late = LateCollectives(matters=not objects.keeps_snapshots)
         self._undo = Undo(objects)
+        self._hints = Hints()
         self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
@@ -111,8 +112,6 @@ class Session:
         self._loops_outside = False  # a loop over batches was in no epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
         self._fetches = False  # a batch, or begins to
-        self._has_asked = True  # for the position, since the last step outside of a body
-        self._was_told = False  # of a loop that does not ask
         self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
@@ -134,7 +133,8 @@ class Session:
     @property
     def position(self) -> int:
         """How many steps are complete: the number of the step under way. The same on all ranks."""
-        self._has_asked = self._has_asked or not self._in_step
+        if not self._in_step:
+            self._hints.ask_position()
         return self._course.steps
 
     @property
@@ -498,20 +498,6 @@ class Session:
                 " changes, such as `session.position >= n`"
             )
 
-    def _check_loop(self) -> None:
-        """A loop of the script's own has to ask where it is before each step: after a loss no count of its own is right."""
-        if not self._has_asked and self._meeting is not None and not self._was_told:
-            self._was_told = True
-            is_first = dist.get_rank() == 0
-            _log.log(
-                logging.WARNING if is_first else logging.DEBUG,
-                "elastic.session: %s begins a step, and the script has not asked for session.position since the one before. A count of its own"
-                " (`for step in range(n)`) is wrong after a loss: a step that was left does not count, and a new process begins at the"
-                " present one. Loop over session.batches(…), or write `while session.position < n:` around one step",
-                place_in_script(inspect.currentframe()) or "a loop",
-            )
-        self._has_asked = False
-
     # -- steps ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -531,7 +517,8 @@ class Session:
         behind = None if course.in_body else self._random_behind
         if not course.in_body and not self._is_task:
             self._pass_boundary()
-            self._check_loop()
+            if self._meeting is not None:
+                self._hints.begin_step()
         if self._meeting is not None:
             may_swap = self._is_task and self._swaps.get(self._function, True)
             self._meeting.begun = self._keeping.begin_step(
@@ -632,6 +619,8 @@ class Session:
                     self._undo.turn_on(late)
             if operation in torch_private.REDUCE_SCATTERS:
                 self._leftover.note_reduction()
+        elif not self._keeping.communicates:
+            self._hints.communicate(operation)
 
     def _change(self, error: BaseException | None) -> MembershipChanged | None:
         """What a collective of the script raises: after a loss, or instead of waiting for a rank that will not come.

@@ -44,7 +44,13 @@ class Begun:
 
 
 class Keeping(Protocol):
-    """How a session keeps what a loss would take."""
+    """How a session keeps what a loss would take.
+
+    Attributes:
+        communicates: the ranks agree on something: a collective that begins is not the script's.
+    """
+
+    communicates: bool
 
     @property
     def random(self) -> RandomState | None:

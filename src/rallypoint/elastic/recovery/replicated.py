@@ -59,6 +59,7 @@ class Replicated:
         self._packed = self._packed_before = b""
         self.random: RandomState | None = None
         self.ranks = 0
+        self.communicates = False
         # Collectives of the step under way, and of the one before.
         self._collectives = self._usual = 0
 

@@ -52,6 +52,7 @@ class Sharded:
         self._snapshots = snapshots
         self._catch_up = catch_up
         self._scope = 0
+        self.communicates = False
         self.random: RandomState | None = None
         self._is_twins = False  # the snapshot that was taken over
         self._before_batch: OwnState | None = None
@@ -234,7 +235,10 @@ class Sharded:
             except RuntimeError as error:
                 self._catch_up(error)
                 continue
+            self.communicates = True
             try:
                 self._snapshots.agree()
             except _LOST as error:
                 self._catch_up(error)
+            finally:
+                self.communicates = False

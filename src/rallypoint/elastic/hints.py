@@ -1,0 +1,51 @@
+"""What a session says of a script that goes well until a process is lost: each once, in time."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch.distributed as dist
+
+from .late_collectives import place_in_script
+
+
+_log = logging.getLogger(__name__)
+
+
+class Hints:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self._has_asked = True  # for the position, since the last step
+        self._said: set[str] = set()
+
+    def ask_position(self) -> None:
+        """The script asks for the position, between two steps."""
+        self._has_asked = True
+
+    def begin_step(self) -> None:
+        """A step begins that is in no loop over batches. A loop around it has to ask where it is."""
+        if not self._has_asked:
+            self._say(
+                "%s begins a step, and the script has not asked for session.position since the one before. A count of its own (`for step in"
+                " range(n)`) is wrong after a loss: a step that was left does not count, and a new process begins at the present one."
+                " Loop over session.batches(…), or write `while session.position < n:` around one step"
+            )
+        self._has_asked = False
+
+    def communicate(self, operation: str) -> None:
+        """A collective of the script begins outside of a step."""
+        self._say(
+            "%s communicates (%s) outside of a step. If a process is lost there, it raises MembershipChanged, and nothing repeats it. Put it"
+            " into session.step(), or into a function for session.run()",
+            operation,
+        )
+
+    def _say(self, text: str, *args: str) -> None:
+        if text in self._said:
+            return
+        self._said.add(text)
+        level = logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
+        place = place_in_script(inspect.currentframe()) or "the script"
+        _log.log(level, "elastic.session: " + text, place, *args)
