@@ -238,6 +238,31 @@ def test_a_job_that_is_stopped_between_two_rounds_ends_everywhere(
         assert node.killed or node.name == who or "was told to stop" in node.says(), node
 
 
+def test_a_node_that_leaves_on_its_way_to_the_next_round_is_not_waited_for(local: Cluster) -> None:
+    """The others form the round with it, as it has come, and notice that it is gone."""
+    flags = words("3:3", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "3")
+    nodes = [local.start(f"n{index}", *flags) for index in range(3)]
+    first = local.formed(3)
+    serves, comes, leaves = (
+        nodes[0],
+        *(local.node(each) for each in first.names if each != "n0"),
+    )
+    os.kill(comes.pid, signal.SIGSTOP)
+    try:
+        (worker,) = (each["pid"] for each in first.workers if each["node"] == "n0")
+        os.kill(worker, signal.SIGKILL)
+        here = "2 of 3 nodes are here"
+        wait_until(lambda: serves.said(here) or leaves.said(here), "both wait for the third")
+        leaves.signal(signal.SIGTERM)
+        assert leaves.wait() == 143
+    finally:
+        os.kill(comes.pid, signal.SIGCONT)
+    local.start("again", *flags)
+    formed = local.formed(3, after=first.generation)
+    assert sorted(formed.names) == sorted(["again", serves.name, comes.name])
+    finish(local, *formed.names)
+
+
 @pytest.mark.netns
 def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None:
     """A rolling update: SIGTERM, and start again at once. The store moves with each, and its old places stay."""

@@ -22,7 +22,11 @@ from hypothesis import strategies as st
 from ports import free_port
 from rallypoint._core import addresses
 from rallypoint._core.clock import Deadline
-from rallypoint.errors import RendezvousClosedError, RendezvousTimeout
+from rallypoint.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeout,
+)
 from rallypoint.rendezvous import plan as plans
 from rallypoint.rendezvous.api import RendezvousInfo
 from rallypoint.rendezvous.backend import Endpoint, HostPort, Meeting
@@ -32,9 +36,10 @@ from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcp_home import TcpHome
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.create import home_for
-from rallypoint.rendezvous.dynamic import DynamicRendezvous
+from rallypoint.rendezvous.dynamic import DynamicRendezvous, Listener
 from rallypoint.rendezvous.fixed_home import FixedHome
 from rallypoint.rendezvous.home import Home
+from rallypoint.rendezvous.liveness import Loss
 from rallypoint.rendezvous.notes import Age, Moved, read, written
 from rallypoint.rendezvous.protocol import Timing
 from rallypoint.rendezvous.quorum import Settings
@@ -223,6 +228,25 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     again = job.meet(staying)[0]
     assert (spare.result(JOIN).rank, spare.result().world_size) == (rank, 2)
     assert again.rank == infos[id(staying)].rank
+
+
+def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(job: Job) -> None:
+    """The others may form the round with it: nobody is told that it left, so it has not left in good order."""
+    losses: list[Loss] = []
+    nodes = [job.node(3, 3, listener=Listener(on_loss=losses.append)) for _ in range(3)]
+    job.meet(*nodes)
+    leaving, *staying = sorted(nodes, key=lambda each: each.serves)  # that of the store is last
+    records = staying[0].records
+    assert records is not None
+    before = records.count("1/arrivals")
+    (on_its_way,) = job.join(leaving)
+    until(lambda: records.count("1/arrivals") > before)
+    leaving.shutdown()
+    with pytest.raises(RendezvousConnectionError):
+        on_its_way.result(JOIN)
+    assert {each.generation for each in job.meet(*staying)} == {1}
+    until(lambda: any(each.neighbour.generation == 1 for each in losses))
+    assert not any(each.left for each in losses)
 
 
 @pytest.mark.parametrize("backend", ["memory"], indirect=True)

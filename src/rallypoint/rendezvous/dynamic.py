@@ -150,6 +150,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._advice: Mapping[str, Any] | None = None
         self._told = ""
         self._stop = threading.Event()
+        self._is_meeting = False  # in next_rendezvous, maybe in another thread
         self._departures = Departures()
         self._standing = standing = Standing(
             node=Node(node_id=new_name(), host=host, label=label, given_rank=given_rank)
@@ -199,6 +200,13 @@ class DynamicRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._is_meeting = True
+        try:
+            return self._meet()
+        finally:
+            self._is_meeting = False
+
+    def _meet(self) -> RendezvousInfo:
         began = MONOTONIC.now()
         deadline = Deadline(self._timing.join)
         self._arrived = None
@@ -317,11 +325,18 @@ class DynamicRendezvous(RendezvousHandler):
             return max(1, waiting)
         return waiting if node.num_nodes < self._settings.max_nodes else 0
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *, finished: bool = True) -> bool:
+        """As :meth:`.RendezvousHandler.shutdown`.
+
+        Args:
+            finished: as of :meth:`leave`.
+        """
+        # In the midst of meeting, the others may form the round with this node. Nobody tells them then that it has gone.
+        leaving = finished and not self._is_meeting
         self._stop.set()
         if self._clears:
-            self._count_out()
-        self._connection.close(leaving=True)
+            self._count_out(leaving=leaving)
+        self._connection.close(leaving=leaving)
         if self._store_for is not None:
             self._store_for.close()
         self._home.close()
@@ -338,12 +353,12 @@ class DynamicRendezvous(RendezvousHandler):
         except RallyError as error:
             _log.info("the others cannot be told that this node has heard: %s", error)
 
-    def _count_out(self) -> None:
+    def _count_out(self, *, leaving: bool) -> None:
         """Count this node among those of its round that have left. The last one clears a store that outlives them."""
         node, records = self._standing.node, self.records
         if node.generation is None or records is None or not self._outlives:
             return
-        self._watch.stop(leaving=True)
+        self._watch.stop(leaving=leaving)
         if self._watch.store_lost:
             return
         own = None
@@ -455,6 +470,8 @@ class DynamicRendezvous(RendezvousHandler):
 
     def _connected(self, deadline: Deadline) -> RecordStore:
         records = self._connection.open(deadline)
+        if self._stop.is_set():
+            raise RendezvousConnectionError("this node was told to stop")
         self._watch.listen(self.listens_on)
         self._watch.stop_ended()
         if self._standing.node.generation is not None:

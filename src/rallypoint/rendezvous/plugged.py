@@ -108,9 +108,9 @@ class PluggedRendezvous(DynamicRendezvous):
         if self.records is not None:
             super().close_rendezvous(reason)
 
-    def shutdown(self) -> bool:
+    def shutdown(self, *, finished: bool = True) -> bool:
         self._end_asking()
-        super().shutdown()
+        super().shutdown(finished=finished)
         self._last_store = None
         if (store := self._rounds_home.store) is not None:
             store.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ PATIENCE = 0.2
 KNOCKING = 1.0
 # How Gloo's side that connects names the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
 _PAIR = struct.Struct("=q")
-# Seconds for a connection to the workers' store.
+# Seconds for a connection to the workers' store, and until the next attempt.
 STORE_PATIENCE = 15.0
+STORE_AGAIN = 0.1
 _CUT = "a member was lost while the group formed"
 
 
@@ -73,7 +75,7 @@ class Wiring:
         self._address = host, port
         self._prefix = prefix
         self._lock = forks.Lock()
-        self._is_cut = False
+        self._cutting = threading.Event()
         self._devices: list[_Device] = []
         self._pairs = 0  # at most as many connections were awaited so far
         self._forming = 0  # groups that are being connected
@@ -89,7 +91,7 @@ class Wiring:
 
     @property
     def is_cut(self) -> bool:
-        return self._is_cut
+        return self._cutting.is_set()
 
     def store(self) -> TcpStore:
         """The connection to the workers' store. Blocks until it is there.
@@ -206,7 +208,7 @@ class Wiring:
             self._forming_store.forget(f"{prefix}/")
             with self._lock:
                 self._forming -= 1
-        if self._is_cut:
+        if self.is_cut:
             raise RendezvousConnectionError(_CUT)
         backend.set_timeout(timeout)
         return backend
@@ -215,17 +217,17 @@ class Wiring:
         self, prefix: str, rank: int, size: int, timeout: timedelta, options: Any
     ) -> Communicator:
         with self._lock:
-            if self._patient is None and not self._is_cut:
+            if self._patient is None and not self.is_cut:
                 # Its members meet in their first collective, which some may reach late.
-                client = TcpStore(*self._address, timeout=STORE_PATIENCE)
+                client = self._reach_store()
                 self._patient = c10d_store(client, timeout.total_seconds())
-        if self._is_cut:
+        if self.is_cut:
             raise RendezvousConnectionError(_CUT)
         store = torch_private.prefixed(self._patient, f"{prefix}/nccl")
         made = Communicator(store, rank, size, timeout, options)
         with self._lock:
             self._communicators.append(made)
-        if self.is_cut:
+        if self._cutting.is_set():
             made.abort()
         return made
 
@@ -239,7 +241,7 @@ class Wiring:
 
         Called again, it shuts what was opened meanwhile. After :data:`PATIENCE`, calls that Gloo has not woken raise, too.
         """
-        self._is_cut = True
+        self._cutting.set()
         now = clock.MONOTONIC.now()
         with self._lock:
             stores = (self._store, self._gloo_store, self._patient)
@@ -259,14 +261,25 @@ class Wiring:
 
     def _connect(self) -> None:
         with self._lock:
-            if self._client is None and not self._is_cut:
-                host, port = self._address
-                self._client = TcpStore(host, port, timeout=STORE_PATIENCE)
+            if self._client is None and not self.is_cut:
+                self._client = self._reach_store()
                 self._store = c10d_store(self._client, FORMING)
                 self._forming_store = FormingStore(self._client)
                 self._gloo_store = c10d_store(self._forming_store, FORMING)
-        if self._is_cut:
+        if self.is_cut:
             raise RendezvousConnectionError(_CUT)
+
+    def _reach_store(self) -> TcpStore:
+        """A new connection. A host that was cut off finds the others unreachable for a moment after it is not any more."""
+        deadline = clock.Deadline(STORE_PATIENCE)
+        while True:
+            left = deadline.remaining()
+            assert left is not None
+            try:
+                return TcpStore(*self._address, timeout=left)
+            except RendezvousConnectionError:
+                if deadline.expired() or self._cutting.wait(STORE_AGAIN):
+                    raise
 
 
 class _Device:

@@ -100,6 +100,7 @@ class PeerNodes:
         self._worker = threading.Thread(target=self._work, name="rally-peers", daemon=True)
         self._reader: JournalReader | None = None
         self._joining = False
+        self._taken = NO_ROUND.generation  # the last round that the supervisor has heard of
         self._questions: NodeQuestions | None = None
         self._aside = threading.local()  # per thread: a connection for a single request
 
@@ -203,6 +204,9 @@ class PeerNodes:
             pass
         with self._lock:
             events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, RoundReady):
+                self._taken = event.generation
         return events
 
     def close(self, ending: str, if_last: str = "") -> None:
@@ -221,7 +225,12 @@ class PeerNodes:
         if self._reader is not None:
             self._reader.end()
         if self._rendezvous is not None:
-            self._rendezvous.shutdown()
+            # If the supervisor did not hear of the last round, it has told its members nothing: for them this node is lost.
+            heard = not self._joining and self._round.generation in {
+                NO_ROUND.generation,
+                self._taken,
+            }
+            self._rendezvous.shutdown(finished=heard)
         if self._worker.is_alive():
             self._worker.join(LEAVE_PATIENCE)  # its connection is closed, which ends its wait
         with self._lock:
