@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -230,7 +231,18 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     assert again.rank == infos[id(staying)].rank
 
 
-def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(job: Job) -> None:
+class _Interrupted(BaseException):
+    pass
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
+
+
+@pytest.mark.parametrize("how", ["by another thread", "by an exception"])
+def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(
+    job: Job, how: str
+) -> None:
     """The others may form the round with it: nobody is told that it left, so it has not left in good order."""
     losses: list[Loss] = []
     nodes = [job.node(3, 3, listener=Listener(on_loss=losses.append)) for _ in range(3)]
@@ -239,11 +251,20 @@ def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(job: Jo
     records = staying[0].records
     assert records is not None
     before = records.count("1/arrivals")
-    (on_its_way,) = job.join(leaving)
-    until(lambda: records.count("1/arrivals") > before)
-    leaving.shutdown()
-    with pytest.raises(RendezvousConnectionError):
-        on_its_way.result(JOIN)
+    if how == "by another thread":
+        (on_its_way,) = job.join(leaving)
+        until(lambda: records.count("1/arrivals") > before)
+        leaving.shutdown()
+        with pytest.raises(RendezvousConnectionError):
+            on_its_way.result(JOIN)
+    else:
+        held = signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        with pytest.raises(_Interrupted):
+            leaving.next_rendezvous()
+        signal.signal(signal.SIGALRM, held)
+        assert records.count("1/arrivals") > before
+        leaving.shutdown()
     assert {each.generation for each in job.meet(*staying)} == {1}
     until(lambda: any(each.neighbour.generation == 1 for each in losses))
     assert not any(each.left for each in losses)

@@ -150,7 +150,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._advice: Mapping[str, Any] | None = None
         self._told = ""
         self._stop = threading.Event()
-        self._is_meeting = False  # in next_rendezvous, maybe in another thread
+        self._is_meeting = False  # in next_rendezvous, maybe in another thread, or it has failed
         self._departures = Departures()
         self._standing = standing = Standing(
             node=Node(node_id=new_name(), host=host, label=label, given_rank=given_rank)
@@ -202,9 +202,12 @@ class DynamicRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._is_meeting = True
         try:
-            return self._meet()
-        finally:
+            info = self._meet()
+        except RendezvousClosedError:
             self._is_meeting = False
+            raise
+        self._is_meeting = False
+        return info
 
     def _meet(self) -> RendezvousInfo:
         began = MONOTONIC.now()
@@ -331,7 +334,8 @@ class DynamicRendezvous(RendezvousHandler):
         Args:
             finished: as of :meth:`leave`.
         """
-        # In the midst of meeting, the others may form the round with this node. Nobody tells them then that it has gone.
+        # In the midst of meeting, or behind an error there, the others may form the round with this node. Nobody tells them then
+        # that it has gone.
         leaving = finished and not self._is_meeting
         self._stop.set()
         if self._clears:
