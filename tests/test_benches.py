@@ -47,6 +47,7 @@ LITTLE = {
     "soak_session_nodes.py": ["--faults", "4"],
     "soak_sessions.py": ["--faults", "3", "--workers", "2"],
     "state_transfer.py": QUICK,
+    "step_copies.py": QUICK,
     "strangers.py": QUICK,
     "tracing.py": QUICK,
     "warm.py": QUICK,
