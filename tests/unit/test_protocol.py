@@ -667,6 +667,28 @@ def test_a_round_that_was_to_go_elsewhere_is_void_where_that_store_has_ended() -
     assert ranks_of(world, 2) == {"a": 0, "b": 1, "c": 2}
 
 
+def test_a_round_that_was_to_go_elsewhere_is_void_where_this_store_is_the_newer_one_now() -> None:
+    """Its leader came when it was not. The other store leads back here, so whoever followed the plan would go round in circles."""
+    world = World()
+    three = replace(ELASTIC, min_nodes=3, max_nodes=3)
+    for name in "abc":
+        world.add(name, three)
+    world.run(60)
+    for name in "abc":
+        world.again(world.nodes[name])
+    there = Moved("there", 4711, Age(1, 54, "s"))
+    world.table["store"] = {"name": "t", "moves": 1}
+    world.table["moved"] = notes.written(there)
+    world.run(60)
+    assert [each.outcome for each in world.nodes.values()] == [there] * 3
+    world.table["store"] = {"name": "t", "moves": 55}
+    for node in world.nodes.values():
+        node.needed = 2
+        world.start(node)
+    world.run(60)
+    assert ranks_of(world, 2) == {"a": 0, "b": 1, "c": 2}
+
+
 def test_ends_heard_of_by_rank_are_not_those_of_strangers_who_met_in_an_empty_store() -> None:
     """The leader was a member of a round with the same number, in the store that was lost."""
     world = World()

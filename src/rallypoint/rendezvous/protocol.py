@@ -406,8 +406,10 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
     if "closed" in plan:
         return Closed(str(plan["closed"]))
     if "moved" in plan:
-        # The leader has compared ages. Where that store is served no more, the nodes stay here.
-        moved = notes.leads_on(plan["moved"], notes.Age(), node.ended_stores)
+        # The leader has compared ages. This store may have become the newer one since then, and the other one lead back here. There,
+        # and where that one is served no more, the nodes stay.
+        (_, (head, store)) = yield Look(("head", "store"))
+        moved = notes.leads_on(plan["moved"], notes.age(head, store), node.ended_stores)
         return _Void(generation + 1) if moved is None else moved
     if "void" in plan:
         return _Void(max(generation + 1, fields.number(plan["void"])))
