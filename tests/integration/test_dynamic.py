@@ -258,12 +258,17 @@ def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(
         with pytest.raises(RendezvousConnectionError):
             on_its_way.result(JOIN)
     else:
+        main = threading.get_ident()
+
+        def interrupt() -> None:
+            until(lambda: records.count("1/arrivals") > before)
+            signal.pthread_kill(main, signal.SIGALRM)
+
         held = signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 2.0)
+        job.pool.submit(interrupt)
         with pytest.raises(_Interrupted):
             leaving.next_rendezvous()
         signal.signal(signal.SIGALRM, held)
-        assert records.count("1/arrivals") > before
         leaving.shutdown()
     assert {each.generation for each in job.meet(*staying)} == {1}
     until(lambda: any(each.neighbour.generation == 1 for each in losses))
