@@ -250,10 +250,10 @@ def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(
     leaving, *staying = sorted(nodes, key=lambda each: each.serves)  # that of the store is last
     records = staying[0].records
     assert records is not None
-    before = records.count("1/arrivals")
+    places = [f"1/node/{at}" for at in range(3)]
     if how == "by another thread":
         (on_its_way,) = job.join(leaving)
-        until(lambda: records.count("1/arrivals") > before)
+        until(lambda: any(records.look(places)))
         leaving.shutdown()
         with pytest.raises(RendezvousConnectionError):
             on_its_way.result(JOIN)
@@ -261,7 +261,7 @@ def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(
         main = threading.get_ident()
 
         def interrupt() -> None:
-            until(lambda: records.count("1/arrivals") > before)
+            until(lambda: any(records.look(places)))
             signal.pthread_kill(main, signal.SIGALRM)
 
         held = signal.signal(signal.SIGALRM, _interrupt)
