@@ -136,6 +136,13 @@ KINDS = (
     *("kill two supervisors", "kill the store's node", "kill a worker and a supervisor"),
     *("preempt a node", "stop a host", "cut a cable"),
 )
+# With --meetings: all nodes have to meet again behind each.
+MEETINGS = (
+    *("preempt a node", "preempt a node", "stop a host", "cut a cable"),
+    *("kill the store's node", "kill a supervisor"),
+)
+# The share of faults that are followed by the next one at once.
+AT_ONCE, AT_ONCE_IN_MEETINGS = 0.25, 0.5
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -164,7 +171,9 @@ def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress
             for host in hosts:
                 host.start()
             if faults:
-                found = torment(hosts, network, board, rng, faults, progress)
+                found = torment(
+                    hosts, network, board, rng, faults, progress, meetings=options.meetings
+                )
             codes = [] if found.get("hangs") else [wait(host, PATIENCE + steps) for host in hosts]
         finally:
             left = processes_with(MARK, mark)
@@ -199,7 +208,10 @@ def torment(
     rng: random.Random,
     faults: int,
     progress: Progress,
+    *,
+    meetings: bool,
 ) -> dict[str, Any]:
+    kinds, at_once = (MEETINGS, AT_ONCE_IN_MEETINGS) if meetings else (KINDS, AT_ONCE)
     struck: Counter[str] = Counter()
     times: dict[str, list[float]] = defaultdict(list)
     hangs: list[str] = []
@@ -209,14 +221,14 @@ def torment(
     for number in range(faults):
         if not all(host.alive() for host in hosts):
             break  # the job has ended
-        name = rng.choice(KINDS)
+        name = rng.choice(kinds)
         time.sleep(rng.uniform(0.0, 0.6))  # a bench may wait by the clock
         before = [pid for pid, *_ in board.lines()]
         blow(name, hosts, network, rng)()
         at = time.monotonic()
         struck[name] += 1
         progress.step(f"fault {number}: {name}")
-        if rng.random() < 0.25:
+        if rng.random() < at_once:
             continue  # the next one while this one is being recovered from
         if not stepping(board, hosts, at):
             hangs.append(f"fault {number}: {name}")
@@ -256,6 +268,11 @@ def main() -> int:
     parser.add_argument(
         "--kind", choices=("ddp", "fsdp2"), default="ddp", help="of the model (ddp)"
     )
+    parser.add_argument(
+        "--meetings",
+        action="store_true",
+        help="only faults behind which all nodes meet again, half of them while they meet",
+    )
     parser.add_argument("--seed", type=int, default=7, help="of instants, kinds and victims (7)")
     parser.add_argument("--output", type=Path, help="also write the JSON here")
     options = parser.parse_args()
@@ -277,7 +294,7 @@ def main() -> int:
     result = {
         "benchmark": "soak_session_nodes",
         "machine": machine(),
-        **{name: getattr(options, name) for name in ("kind", "spares", "seed")},
+        **{name: getattr(options, name) for name in ("kind", "spares", "meetings", "seed")},
         "steps": steps,
         **found,
         "ranks_with_an_equal_end": sum(equal),
