@@ -46,6 +46,14 @@ class Hints:
         if text in self._said:
             return
         self._said.add(text)
-        level = logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
-        place = place_in_script(inspect.currentframe()) or "the script"
-        _log.log(level, "elastic.session: " + text, place, *args)
+        say(text, place_in_script(inspect.currentframe()) or "the script", *args)
+
+
+def say(text: str, *args: object) -> None:
+    """Warn the user of what all ranks find alike: rank 0 does.
+
+    Args:
+        text: as of :meth:`logging.Logger.log`.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    _log.log(logging.WARNING if is_first else logging.DEBUG, "elastic.session: " + text, *args)

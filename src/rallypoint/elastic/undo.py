@@ -5,21 +5,18 @@ If a process is lost there, all others may have changed their parameters, and no
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
+from .hints import say
 from .late_collectives import Late
 from .state.copied import num_bytes
 from .state.objects import Objects, Saved
 
 
 _INSTEAD = "Two steps need no copy; elastic.session(…, snapshots=True) copies less often"
-
-_log = logging.getLogger(__name__)
 
 
 def room_on(device: torch.device) -> float:
@@ -97,6 +94,4 @@ class Undo:
 
     def _tell(self, what: str) -> None:
         self._was_told = True
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        level = logging.WARNING if is_first else logging.DEBUG
-        _log.log(level, "elastic.session: %s%s", self._because, what)
+        say("%s%s", self._because, what)
