@@ -29,7 +29,7 @@ SCRIPT = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
 if os.environ.get("RALLY_TAKES_OVER") and not os.environ.get("RALLY_SPARE"):
-    (folder / f"set-up of {os.environ['RANK']}").touch()
+    (folder / f"set-up of {os.environ['RANK']}").write_text(str(os.getpid()))
     while (folder / "hold").exists():
         time.sleep(0.05)
 from rallypoint import elastic
@@ -311,6 +311,33 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
     after = job.trains_again() if num_kept else job.begins_anew(before)
     kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
     assert len(kept) == num_kept, str(job)
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)
+
+
+def test_newcomers_go_on_with_their_set_up_while_the_nodes_meet_again(job: Job) -> None:
+    """The workers' store is still where they look for the records of it."""
+    job.begin(spares=0)
+    for _ in range(NODES - 1):
+        job.start(spares=0)
+    job.trains(beyond=5)
+    before = job.progress()
+    ranks = {job.worker(node)["rank"]: node for node in job.living}
+    (job.folder / "hold").touch()
+    for rank in (2, 3):
+        ranks[rank].process.send_signal(signal.SIGKILL)
+        ranks[rank].process.wait()
+        job.start(spares=0)
+        begun = job.folder / f"set-up of {rank}"
+        wait_until(
+            lambda path=begun: path.exists() and path.read_text(),
+            f"rank {rank} is on its way to the session",
+            60,
+        )
+    pids = [int((job.folder / f"set-up of {rank}").read_text()) for rank in (2, 3)]
+    (job.folder / "hold").unlink()
+    after = job.trains_again()
+    assert [after[rank][1] for rank in range(NODES)] == [before[0][1], before[1][1], *pids], str(job)
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
 

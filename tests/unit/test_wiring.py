@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -34,11 +35,49 @@ def test_a_store_that_cannot_be_reached_for_a_moment_is_reached_then() -> None:
         wiring.cut()
 
 
-def test_a_meeting_that_is_over_is_not_waited_for() -> None:
-    wiring = Wiring("127.0.0.1", free_port(), "meeting")
-    threading.Timer(0.3, wiring.cut).start()
+@pytest.fixture(params=["refused", "not served", "silent"])
+def nowhere(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port where no store answers: nobody listens; somebody has bound it, and serves nothing yet; or its host is silent."""
+    with ExitStack() as stack:
+        if request.param == "refused":
+            yield free_port()
+            return
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = listener.getsockname()[1]
+        if request.param == "silent":
+            # Once the queue is full, Linux drops what asks for a connection.
+            for _ in range(2):
+                queued = stack.enter_context(socket.socket())
+                queued.setblocking(False)
+                queued.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+def test_a_meeting_that_is_over_is_not_waited_for(nowhere: int) -> None:
+    wiring = Wiring("127.0.0.1", nowhere, "meeting")
+    cut_took: list[float] = []
+
+    def cut() -> None:
+        began = time.monotonic()
+        wiring.cut()
+        cut_took.append(time.monotonic() - began)
+
+    timer = threading.Timer(0.3, cut)
+    timer.start()
     began = time.monotonic()
     with pytest.raises(RendezvousConnectionError):
         wiring.set("here", b"1")
+    timer.join()
     assert wiring.is_cut
     assert time.monotonic() - began < min(3 * pace(), STORE_PATIENCE / 2)
+    # Whoever cuts has others to cut, and does not wait for this one.
+    assert cut_took[0] < min(pace(), STORE_PATIENCE / 2)
+
+
+def test_what_is_cut_is_not_begun(nowhere: int) -> None:
+    wiring = Wiring("127.0.0.1", nowhere, "meeting")
+    wiring.cut()
+    began = time.monotonic()
+    with pytest.raises(RendezvousConnectionError):
+        wiring.set("here", b"1")
+    assert time.monotonic() - began < min(pace(), STORE_PATIENCE / 2)

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -75,6 +75,9 @@ class Wiring:
         self._address = host, port
         self._prefix = prefix
         self._lock = forks.Lock()
+        # Held while the store is reached; not by :meth:`cut`, which must not wait for that.
+        self._reaching = forks.Lock()
+        self._under_way: socket.socket | None = None  # to the store, being connected
         self._cutting = threading.Event()
         self._devices: list[_Device] = []
         self._pairs = 0  # at most as many connections were awaited so far
@@ -216,13 +219,13 @@ class Wiring:
     def _nccl(
         self, prefix: str, rank: int, size: int, timeout: timedelta, options: Any
     ) -> Communicator:
-        with self._lock:
-            if self._patient is None and not self.is_cut:
+        with self._reaching:
+            if self._patient is None:
                 # Its members meet in their first collective, which some may reach late.
                 client = self._reach_store()
-                self._patient = c10d_store(client, timeout.total_seconds())
-        if self.is_cut:
-            raise RendezvousConnectionError(_CUT)
+                with self._lock:
+                    self._patient = c10d_store(client, timeout.total_seconds())
+        self._close_if_cut()
         store = torch_private.prefixed(self._patient, f"{prefix}/nccl")
         made = Communicator(store, rank, size, timeout, options)
         with self._lock:
@@ -242,6 +245,9 @@ class Wiring:
         Called again, it shuts what was opened meanwhile. After :data:`PATIENCE`, calls that Gloo has not woken raise, too.
         """
         self._cutting.set()
+        if (under_way := self._under_way) is not None:
+            with suppress(OSError):  # it has not begun, or has failed
+                under_way.shutdown(socket.SHUT_RDWR)
         now = clock.MONOTONIC.now()
         with self._lock:
             stores = (self._store, self._gloo_store, self._patient)
@@ -260,26 +266,45 @@ class Wiring:
             self.lives.end()
 
     def _connect(self) -> None:
-        with self._lock:
-            if self._client is None and not self.is_cut:
-                self._client = self._reach_store()
-                self._store = c10d_store(self._client, FORMING)
-                self._forming_store = FormingStore(self._client)
-                self._gloo_store = c10d_store(self._forming_store, FORMING)
+        with self._reaching:
+            if self._client is None:
+                client = self._reach_store()
+                with self._lock:
+                    self._client = client
+                    self._store = c10d_store(client, FORMING)
+                    self._forming_store = FormingStore(client)
+                    self._gloo_store = c10d_store(self._forming_store, FORMING)
+        self._close_if_cut()
+
+    def _close_if_cut(self) -> None:
+        """What was opened while another thread cut."""
         if self.is_cut:
+            self.cut()
             raise RendezvousConnectionError(_CUT)
 
     def _reach_store(self) -> TcpStore:
-        """A new connection. A host that was cut off finds the others unreachable for a moment after it is not any more."""
+        """A new connection. A host that was cut off finds the others unreachable for a moment after it is not any more.
+
+        Raises:
+            RendezvousConnectionError: no store answers, or the wiring is cut, also meanwhile.
+        """
         deadline = clock.Deadline(STORE_PATIENCE)
-        while True:
-            left = deadline.remaining()
-            assert left is not None
-            try:
-                return TcpStore(*self._address, timeout=left)
-            except RendezvousConnectionError:
-                if deadline.expired() or self._cutting.wait(STORE_AGAIN):
-                    raise
+        try:
+            while True:
+                left = deadline.remaining()
+                assert left is not None
+                try:
+                    return TcpStore(*self._address, timeout=left, begun=self._watch)
+                except RendezvousConnectionError:
+                    if deadline.expired() or self._cutting.wait(STORE_AGAIN):
+                        raise
+        finally:
+            self._under_way = None
+
+    def _watch(self, sock: socket.socket) -> None:
+        self._under_way = sock
+        if self.is_cut:
+            raise ConnectionAbortedError(_CUT)
 
 
 class _Device:

@@ -74,6 +74,7 @@ class KeptProcess:
         self._holds_all = False
         self._is_whole = not takes_over
         self._forming: Wiring | None = None
+        self._storing: Wiring | None = None  # a new store's, until all is stored there
         self.copies: Copies | None = None  # on other nodes
         # Called with the rank and the number of ranks, when they change.
         self.on_resize: Callable[[int, int], None] | None = None
@@ -181,31 +182,42 @@ class KeptProcess:
                     self._known[key] = value
         self._holds.add(rank)
 
-    def _store_again(self, host: str, port: int) -> None:
-        """The store was lost with its node: store in another one what newcomers need."""
-        self._address = host, port
-        self._records = Wiring(host, port, RECORDS)
-        records = self._records.store()
+    def _store_again(self, notice: Notice) -> None:
+        """The store was lost with its node: store in another one what newcomers need. A newer notice ends this.
+
+        Raises:
+            RendezvousConnectionError: it does not answer, or there is a newer notice.
+        """
+        records = Wiring(notice.host, notice.port, RECORDS, notice.generation)
+        self._storing = records
+        if self._is_outdated(notice):
+            records.cut()
+        store = records.store()
         for key, value in self._known.items():
-            if records.peek(f"{RECORDS}/{key}") is None:
-                self._records.set(key, value)
+            if store.peek(f"{RECORDS}/{key}") is None:
+                records.set(key, value)
         for rank in self._holds:
-            self._records.set(setup_record.whole_key(rank), b"1")
+            records.set(setup_record.whole_key(rank), b"1")
+        self._storing = None
+        self._records, self._address = records, (notice.host, notice.port)
+
+    def _is_outdated(self, notice: Notice) -> bool:
+        newest = self.link.newest
+        return newest is not None and newest.generation > notice.generation
 
     def form(self, notice: Notice) -> Wiring:
         """The connections to meet with, in the generation of a notice. A newer notice cuts them.
 
         Raises:
-            RendezvousConnectionError: the workers' store is another one now, and does not answer.
+            RendezvousConnectionError: the workers' store is another one now, and does not answer; or there is a newer notice.
         """
-        if (notice.host, notice.port) != self._address:
-            self._store_again(notice.host, notice.port)
+        if (notice.host, notice.port) != self._address or self._records.is_cut:
+            self._store_again(notice)
         self._take_place(notice.place)
         wiring = self.wiring_of(notice.generation, notice.host, notice.port)
         self._forming = wiring
         self.link.meet(notice.generation)
-        newest = self.link.newest
-        if newest is not None and newest.generation > notice.generation:
+        if self._is_outdated(notice):
             wiring.cut()
         return wiring
 
@@ -228,7 +240,7 @@ class KeptProcess:
 
     def _cut(self, notice: Notice) -> None:
         """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""
-        for wiring in {self.groups.wiring, self._forming}:
+        for wiring in {self.groups.wiring, self._forming, self._storing}:
             if wiring is not None and wiring.generation < notice.generation:
                 wiring.cut()
         if self.copies is not None:

@@ -437,10 +437,12 @@ class PeerNodes:
     def _say_farewell(self, generation: int, reason: str) -> None:
         assert self._rendezvous is not None
         current = self._round
-        if current.kept_for == generation:
-            serves = self._rendezvous.serves
-            self._append("leaving", generation, serves=serves, reason=reason)
-            current.said_farewell = serves
+        if current.kept_for == current.generation:
+            if generation == current.generation:
+                serves = self._rendezvous.serves
+                self._append("leaving", generation, serves=serves, reason=reason)
+                current.said_farewell = serves
+            # Else a round has formed meanwhile: the supervisor says it again, once it has heard of that.
             return
         # The others continue without this node, but use its store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}

@@ -96,7 +96,7 @@ class Spawner:
             if takes_over:
                 each["env"][worker_env.TAKES_OVER] = "1"
             worker = self._spawn_one(ranks, facts, factory, each, channel)
-            worker.takes_over = takes_over
+            worker.takes_over, worker.store = takes_over, ready.store
             workers.add(worker)  # from here on what it has open is closed with the generation
             yield worker
 

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from rallypoint._core import clock, forks
@@ -78,6 +78,7 @@ class TcpStore:
             or only its process; None waits without limit.
         timeout: seconds that connecting may take; the first answer gets :data:`GREETING` more.
         signs: of life of its host; None: none are known.
+        begun: called with the socket before it connects. A thread that shuts the socket down ends the attempt.
 
     Raises:
         RendezvousConnectionError: nothing listens there, or no store answered.
@@ -91,6 +92,7 @@ class TcpStore:
         silence: float | None = None,
         timeout: float = REPLY_TIMEOUT,
         signs: LifeSigns | None = None,
+        begun: Callable[[socket.socket], None] | None = None,
     ) -> None:
         self.signs = LifeSigns() if signs is None else signs
         self._host, self._port, self._silence = host.strip("[]"), port, silence
@@ -100,7 +102,7 @@ class TcpStore:
         self._ahead = b""  # has come, and is not read yet
         deadline = Deadline(timeout)
         try:
-            self._socket = _connected(self._host, port, deadline)
+            self._socket = _connected(self._host, port, deadline, begun)
         except OSError as error:
             raise self._gone(error) from None
         forks.abandon_in_child(self)
@@ -348,7 +350,9 @@ class TcpStore:
         return kind(f"the job's store at {self._host}:{self._port} is gone: {why[:200]}")
 
 
-def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
+def _connected(
+    host: str, port: int, deadline: Deadline, begun: Callable[[socket.socket], None] | None
+) -> socket.socket:
     """As ``socket.create_connection``; a fork meanwhile does not have to wait, and its child has no copy."""
     failure = OSError(f"{host} has no address")
     # For a text, Python imports its codec of international names: as long as all else here.
@@ -359,6 +363,8 @@ def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
         with forks.opening():
             sock = forks.close_in_child(socket.socket(family, kind, protocol))
         try:
+            if begun is not None:
+                begun(sock)
             sock.settimeout((deadline.remaining() or 0.0) + 0.001)
             sock.connect(address)
         except OSError as error:
