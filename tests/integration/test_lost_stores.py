@@ -337,7 +337,9 @@ def test_newcomers_go_on_with_their_set_up_while_the_nodes_meet_again(job: Job) 
     pids = [int((job.folder / f"set-up of {rank}").read_text()) for rank in (2, 3)]
     (job.folder / "hold").unlink()
     after = job.trains_again()
-    assert [after[rank][1] for rank in range(NODES)] == [before[0][1], before[1][1], *pids], str(job)
+    assert [after[rank][1] for rank in range(NODES)] == [before[0][1], before[1][1], *pids], str(
+        job
+    )
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
 
