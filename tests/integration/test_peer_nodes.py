@@ -1,0 +1,75 @@
+"""What the nodes of a job tell each other, without supervisors: this test takes what they hear."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
+from rallypoint.launch.coordination.interface import NodeFacts, PeerEvent, RoundReady
+from rallypoint.launch.coordination.peers import PeerNodes
+from rallypoint.rendezvous import parse_endpoint
+
+
+PATIENCE = 30.0
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[PeerNodes]]:
+    rendezvous = RendezvousConfig(
+        run_id="x",
+        node_rank=None,
+        endpoint=parse_endpoint(f"file://{tmp_path}"),
+        join_timeout=60.0,
+        last_call=0.1,
+    )
+    config = LaunchConfig(
+        job=Job(kind=TargetKind.FUNCTION, name="f"),
+        rendezvous=rendezvous,
+        min_nodes=2,
+        num_nodes=2,
+        workers_per_node=1,
+        secret=b"s" * 40,
+    )
+    made = [PeerNodes(config, lambda text, *_, **__: None) for _ in range(2)]
+    yield made
+    for each in made:
+        each.close("")
+
+
+def ready(node: PeerNodes) -> bool:
+    """Whether there is something to be taken; waits for it."""
+    return bool(select.select([node], [], [], PATIENCE)[0])
+
+
+def meet(nodes: list[PeerNodes], generation: int) -> list[RoundReady]:
+    for node in nodes:
+        node.join(generation, NodeFacts(num_workers=1))
+    return [taken_round(node) for node in nodes]
+
+
+def taken_round(node: PeerNodes) -> RoundReady:
+    while ready(node):
+        for event in node.take():
+            if isinstance(event, RoundReady):
+                return event
+    raise AssertionError("no round forms")
+
+
+def test_a_node_that_leaves_as_a_round_forms_leaves_that_round(nodes: list[PeerNodes]) -> None:
+    """Its supervisor has not heard of it when it says so, and says so again when it has."""
+    meet(nodes, 0)
+    stays, leaves = nodes
+    for node in nodes:
+        node.join(1, NodeFacts(num_workers=1))
+    assert taken_round(stays).generation == 1
+    assert ready(leaves)
+    leaves.tell("leaving", 0, ())
+    its = taken_round(leaves)
+    leaves.tell("leaving", its.generation, ())
+    assert ready(stays)
+    told = [event for event in stays.take() if isinstance(event, PeerEvent)]
+    assert [(event.what, event.node_rank) for event in told] == [("leaving", its.node_rank)]
