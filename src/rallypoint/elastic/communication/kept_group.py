@@ -23,7 +23,18 @@ from .communicators import Communicator
 from .connections import Wiring
 from .replicas import Span
 from .stream_works import Stream, StreamWork
-from .works import GIVEN_UP, Explain, KeptMessage, KeptWork, Lives, attended, dispose, done, flat
+from .works import (
+    GIVEN_UP,
+    Explain,
+    KeptMessage,
+    KeptReduceScatter,
+    KeptWork,
+    Lives,
+    attended,
+    dispose,
+    done,
+    flat,
+)
 
 
 T = TypeVar("T")
@@ -192,11 +203,15 @@ class KeptGroup(dist.ProcessGroup):
         if not torch_private.cuda_is_in_use():
             return attended(function, self._lives)
 
+        device = torch.cuda.current_device()
+
         def run() -> T:
-            # A thread has streams of its own: what was given to the others' comes first, and what it does is over before they go on.
-            torch.cuda.synchronize()
-            result = function()
-            torch.cuda.synchronize()
+            # A thread has a device and streams of its own: what was given to the others' comes first, and what it does is over
+            # before they go on.
+            with torch.cuda.device(device):
+                torch.cuda.synchronize()
+                result = function()
+                torch.cuda.synchronize()
             return result
 
         return attended(run, self._lives)
@@ -234,7 +249,9 @@ class KeptGroup(dist.ProcessGroup):
             if operation in torch_private.POINT_TO_POINT:
                 work = KeptMessage(work, self._lives, self.timeout, self._explained)
             else:
-                work = KeptWork(work, self._lives, self._explained)
+                deaf = operation in torch_private.REDUCE_SCATTERS
+                kind = KeptReduceScatter if deaf else KeptWork
+                work = kind(work, self._lives, self._explained)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work

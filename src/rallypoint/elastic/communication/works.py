@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 
 from rallypoint._core.clock import Deadline
+from rallypoint.elastic import torch_private
+
+from .waiters import Call
 
 
 # Seconds of one slice: so late somebody learns at worst that a collective was given up.
@@ -158,6 +162,39 @@ class KeptWork(WrappedWork):
         return done.value()
 
 
+class KeptReduceScatter(KeptWork):
+    """The work of a reduce-scatter.
+
+    torch waits for it without a time, whatever time it is given, and brings the result only then (``ProcessGroupGloo.cpp``,
+    ``LambdaWork``). So a thread waits, and is left behind if it is given up.
+    """
+
+    def _wait(self, timeout: timedelta | None) -> bool:
+        inner, as_here = self._inner, _as_here()
+
+        def wait() -> bool:
+            with as_here():
+                return inner.wait()
+
+        return attended(wait, self._lives)
+
+
+def _as_here() -> Callable[[], ExitStack]:
+    """A context in which another thread changes tensors as this one would."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if torch_private.cuda_is_in_use() else None
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        if stream is not None:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return enter
+
+
 class KeptMessage(KeptWork):
     """The work of a message from one rank to another.
 
@@ -193,34 +230,20 @@ class KeptMessage(KeptWork):
 
 
 def attended(function: Callable[[], T], lives: Lives) -> T:
-    """Call a function that waits for point-to-point messages: Gloo cannot wait for these in slices.
+    """Call a function that waits for Gloo where that cannot wait in slices, as for point-to-point messages.
 
-    It runs in a thread of its own, which is left behind if it is given up; its messages end with their connections.
+    It runs in another thread, which is left behind if it is given up; what it waits for ends with its connections, or in time.
 
     Raises:
         RuntimeError: a member is lost, and Gloo does not notice.
         BaseException: as the function.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=run, name="rally-elastic-transfer", daemon=True).start()
-    while not done.wait(SLICE):
+    call = Call(function)
+    while not call.ends_within(SLICE):
         # A little longer: it may have been between two messages.
-        if lives.are_over and not done.wait(2 * SLICE):
+        if lives.are_over and not call.ends_within(2 * SLICE):
             raise RuntimeError(GIVEN_UP)
-    if errors:
-        raise errors[0]
-    return results[0]
+    return call.result()
 
 
 def done(result: Any, source: int = 0) -> dist.Work:
