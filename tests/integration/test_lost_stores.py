@@ -141,6 +141,20 @@ class Job:
         wait_until(has_arrived, "the first node arrives")
         return first
 
+    def all_train(self) -> dict[int, Node]:
+        """Start all nodes, without spares. Returns who has which rank, once all train; the first one has the stores and rank 0."""
+        self.begin(spares=0)
+        for _ in range(NODES - 1):
+            self.start(spares=0)
+        self.trains(beyond=5)
+        return {self.worker(node)["rank"]: node for node in self.living}
+
+    def replace(self, node: Node, *, slow: bool = False) -> None:
+        """Kill it, and start another one."""
+        node.process.send_signal(signal.SIGKILL)
+        node.process.wait()
+        self.start(spares=0, slow=slow)
+
     @property
     def living(self) -> list[Node]:
         return [node for node in self.nodes if node.is_alive]
@@ -317,17 +331,11 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
 
 def test_newcomers_go_on_with_their_set_up_while_the_nodes_meet_again(job: Job) -> None:
     """The workers' store is still where they look for the records of it."""
-    job.begin(spares=0)
-    for _ in range(NODES - 1):
-        job.start(spares=0)
-    job.trains(beyond=5)
+    ranks = job.all_train()
     before = job.progress()
-    ranks = {job.worker(node)["rank"]: node for node in job.living}
     (job.folder / "hold").touch()
     for rank in (2, 3):
-        ranks[rank].process.send_signal(signal.SIGKILL)
-        ranks[rank].process.wait()
-        job.start(spares=0)
+        job.replace(ranks[rank])
         begun = job.folder / f"set-up of {rank}"
         wait_until(
             lambda path=begun: path.exists() and path.read_text(),
@@ -345,18 +353,12 @@ def test_newcomers_go_on_with_their_set_up_while_the_nodes_meet_again(job: Job) 
 
 
 def test_a_node_is_lost_while_the_workers_of_another_one_are_yet_to_be_started(job: Job) -> None:
-    job.begin(spares=0)
-    for _ in range(NODES - 1):
-        job.start(spares=0)
-    job.trains(beyond=5)
+    ranks = job.all_train()
     before = job.progress()
-    ranks = {job.worker(node)["rank"]: node for node in job.living}
     (job.folder / "slow").touch()
     stays = ranks[0]
     for rank in (2, 3):
-        ranks[rank].process.send_signal(signal.SIGKILL)
-        ranks[rank].process.wait()
-        job.start(spares=0, slow=rank == 2)
+        job.replace(ranks[rank], slow=rank == 2)
         told = f"takes its place (rank {rank})"
         wait_until(
             lambda text=told: stays.counts(text), f"the others meet the node of rank {rank}", 60

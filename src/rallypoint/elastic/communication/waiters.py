@@ -1,7 +1,7 @@
 """Threads that make calls which cannot be interrupted, while who needs the result waits in slices.
 
-One is started where none is free, and kept for a while: to hand a call over takes a fourth of the time of starting a thread. One
-whose call never ends is never free again.
+One is started where none is free, and kept for a while: to hand a call over is cheaper than to start a thread. One whose call never
+ends is never free again.
 """
 
 from __future__ import annotations
