@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from rallypoint.elastic.communication.works import (
-    KeptReduceScatter,
     KeptWork,
     Lives,
     attended,
@@ -117,40 +116,6 @@ def test_a_future_fails_with_its_work() -> None:
     inner.end(RuntimeError("closed by peer"))
     with pytest.raises(RuntimeError, match="closed by peer"):
         future.wait()
-
-
-class Deaf(Stuck):
-    """As torch's reduce-scatter over Gloo: it is waited for without a time, and the wait brings the result."""
-
-    def __init__(self, output: torch.Tensor) -> None:
-        super().__init__()
-        self.output = output
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        super().wait()
-        self.output.fill_(3.0)
-        return True
-
-
-def test_a_reduce_scatter_is_given_up_with_the_connections() -> None:
-    inner, lives = Deaf(torch.zeros(2)), Lives()
-    in_thread(lives.end)
-    with pytest.raises(RuntimeError, match="a member is lost"):
-        KeptReduceScatter(inner, lives).wait()
-    inner.end()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_result_of_a_reduce_scatter_is_written_as_by_who_waits(mode: Any) -> None:
-    with mode():
-        inner = Deaf(torch.zeros(2).requires_grad_())
-        inner.end()
-        assert KeptReduceScatter(inner, Lives()).wait()
-        assert inner.output.tolist() == [3.0, 3.0]
-    failed = Deaf(torch.zeros(2))
-    failed.end(RuntimeError("closed by peer"))
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        KeptReduceScatter(failed, Lives()).wait()
 
 
 def test_a_transfer_returns_raises_and_is_given_up() -> None:

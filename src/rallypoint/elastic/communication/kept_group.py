@@ -19,6 +19,7 @@ from rallypoint._core import rank_watch
 from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
+from . import reduce_scatter
 from .communicators import Communicator
 from .connections import Wiring
 from .replicas import Span
@@ -27,7 +28,6 @@ from .works import (
     GIVEN_UP,
     Explain,
     KeptMessage,
-    KeptReduceScatter,
     KeptWork,
     Lives,
     attended,
@@ -232,14 +232,15 @@ class KeptGroup(dist.ProcessGroup):
             raise changed
         if self.before is not None:
             self.before(self, operation)
+        is_on_gpu = self._is_on_gpu(operation, (*args, *kwargs.values()))
         try:
-            work: dist.Work | None = self._begun(operation, args, kwargs)
+            work: dist.Work | None = self._begun(operation, args, kwargs, is_on_gpu=is_on_gpu)
         except RuntimeError as error:
             changed = None if self.explain is None else self.explain(error)
             if changed is None:
                 raise
             raise changed from error
-        if self._is_on_gpu(operation, (*args, *kwargs.values())):
+        if is_on_gpu:
             work = self._on_stream(work, brings=operation != torch_private.SEND)
         elif (
             work is not None
@@ -249,9 +250,7 @@ class KeptGroup(dist.ProcessGroup):
             if operation in torch_private.POINT_TO_POINT:
                 work = KeptMessage(work, self._lives, self.timeout, self._explained)
             else:
-                deaf = operation in torch_private.REDUCE_SCATTERS
-                kind = KeptReduceScatter if deaf else KeptWork
-                work = kind(work, self._lives, self._explained)
+                work = KeptWork(work, self._lives, self._explained)
         if self.observer is not None:
             self.observer(self, operation, (*args, *kwargs.values()), work)
         return work
@@ -330,7 +329,14 @@ class KeptGroup(dist.ProcessGroup):
         """By the session that is under way. A work that never ends must not hold one that is over, and with it the model."""
         return None if self.explain is None else self.explain(error)
 
-    def _begun(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+    def _begun(
+        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_on_gpu: bool
+    ) -> dist.Work:
+        if operation in torch_private.REDUCE_SCATTERS and not is_on_gpu:
+            values = (*args, *kwargs.values())
+            begun = reduce_scatter.begun(self.inner.allreduce, self._rank, self.size(), values)
+            if begun is not None:
+                return begun
         function = getattr(self.inner, operation)
         if operation != torch_private.MONITORED_BARRIER:
             work: dist.Work = function(*args, **kwargs)

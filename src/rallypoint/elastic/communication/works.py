@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from rallypoint._core.clock import Deadline
-from rallypoint.elastic import torch_private
 
 from .waiters import Call
 
@@ -160,39 +158,6 @@ class KeptWork(WrappedWork):
         if done is None:
             raise RuntimeError(GIVEN_UP)
         return done.value()
-
-
-class KeptReduceScatter(KeptWork):
-    """The work of a reduce-scatter.
-
-    torch waits for it without a time, whatever time it is given, and brings the result only then (``ProcessGroupGloo.cpp``,
-    ``LambdaWork``). So a thread waits, and is left behind if it is given up.
-    """
-
-    def _wait(self, timeout: timedelta | None) -> bool:
-        inner, as_here = self._inner, _as_here()
-
-        def wait() -> bool:
-            with as_here():
-                return inner.wait()
-
-        return attended(wait, self._lives)
-
-
-def _as_here() -> Callable[[], ExitStack]:
-    """A context in which another thread changes tensors as this one would."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    stream = torch.cuda.current_stream() if torch_private.cuda_is_in_use() else None
-
-    def enter() -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        if stream is not None:
-            stack.enter_context(torch.cuda.stream(stream))
-        return stack
-
-    return enter
 
 
 class KeptMessage(KeptWork):
