@@ -1,11 +1,12 @@
 """What a session costs a step, beside the same training without one; prints JSON.
 
     python bench/session_steps.py --output bench/results/session_steps.json
-    python bench/session_steps.py --turns 100
-    python bench/session_steps.py --gpu --turns 40 --output bench/results/session_steps_gpu.json
+    python bench/session_steps.py --pairs 2
+    python bench/session_steps.py --gpu --pairs 1 --turns 40 --output bench/results/session_steps_gpu.json
 
 Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with snapshots as often as a session takes
-them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py). With --gpu it is one worker over NCCL, which
+them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py). Two jobs that do the same differ by a
+few per cent for as long as they live, so several pairs are started, one after another. With --gpu it is one worker over NCCL, which
 waits for the GPU behind each backward pass in a session, and 134 million parameters.
 """
 
@@ -23,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs import RALLY, Progress, adopt_orphans, machine, publish, spread
-from turns import FIRST, SECOND, Turns, compare, mean, median_error, take
+from turns import FIRST, SECOND, Turns, compare, mean, take
 
 
 WORKERS = 2
 STEPS = 5  # of a turn
-PART = 500  # turns for which there is one line of progress
 FEWEST = 40
 GIVE_UP = 120.0
 # How much more a step in a session may take.
@@ -105,7 +105,29 @@ def train(kind: str, job: int, folder: Path, turns: int, *, gpu: bool) -> None:
     dist.destroy_process_group()
 
 
-def measure(kind: str, turns: int, progress: Progress, *, gpu: bool) -> dict[str, Any]:
+def measure(kind: str, pairs: int, turns: int, progress: Progress, *, gpu: bool) -> dict[str, Any]:
+    plain, session, longer = [], [], []
+    for number in range(pairs):
+        progress.step(f"{kind}: pair {number + 1}, training in turn")
+        first, second = train_in_turn(kind, turns, gpu=gpu)
+        plain += first
+        session += second
+        longer.append(mean(compare(first, second))["mean"])
+    return {
+        "step_ms_plain": spread([each * 1e3 for each in plain]),
+        "step_ms_in_session": spread([each * 1e3 for each in session]),
+        "longer": {
+            "pairs": pairs,
+            "mean": round(statistics.mean(longer), 4),
+            "error": round(statistics.stdev(longer) / pairs**0.5, 4) if pairs > 1 else None,
+        },
+        "longer_median": round(statistics.median(longer), 4),
+        "each": longer,
+    }
+
+
+def train_in_turn(kind: str, turns: int, *, gpu: bool) -> tuple[list[float], list[float]]:
+    """Seconds of a step in each turn, without a session and in one."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
         workers = 1 if gpu else WORKERS
@@ -124,27 +146,16 @@ def measure(kind: str, turns: int, progress: Progress, *, gpu: bool) -> dict[str
             time.sleep(0.1)
         time.sleep(5.0)  # what the supervisors do behind a start
         both.begin()
-        said = 0
         while both.done() < turns:
-            if both.done() >= said:
-                progress.step(f"{kind}: training in turn")
-                said += PART
             _must_run(jobs)
             time.sleep(0.1)
         both.end()
         for each in jobs:
             assert each.wait(GIVE_UP) == 0
-        plain, session = (
+        first, second = (
             json.loads((folder / f"times-{job}").read_text()) for job in (FIRST, SECOND)
         )
-    ratios = compare(plain, session)
-    return {
-        "step_ms_plain": spread([each * 1e3 for each in plain]),
-        "step_ms_in_session": spread([each * 1e3 for each in session]),
-        "longer": mean(ratios),
-        "longer_median": round(statistics.median(ratios), 4),
-        "longer_median_error": median_error(ratios),
-    }
+    return first, second
 
 
 def _must_run(jobs: list[subprocess.Popen[bytes]]) -> None:
@@ -163,7 +174,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=4000, help="of each job (4000)")
+    parser.add_argument("--pairs", type=int, default=8, help="of jobs, with each model (8)")
+    parser.add_argument("--turns", type=int, default=80, help="of each job (80)")
     parser.add_argument("--kind", choices=sorted(ALLOWED), help="only this model")
     parser.add_argument("--gpu", action="store_true", help="one worker, on a GPU, over NCCL")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
@@ -179,9 +191,12 @@ def main() -> int:
         )
     adopt_orphans()
     kinds = [options.kind] if options.kind else sorted(ALLOWED)
-    progress = Progress(len(kinds) * -(-options.turns // PART))
+    progress = Progress(len(kinds) * options.pairs)
     result: dict[str, Any] = {"benchmark": "session_steps", "machine": machine()}
-    result |= {kind: measure(kind, options.turns, progress, gpu=options.gpu) for kind in kinds}
+    result |= {
+        kind: measure(kind, options.pairs, options.turns, progress, gpu=options.gpu)
+        for kind in kinds
+    }
     progress.close()
     result["targets"] = [
         {

@@ -38,7 +38,7 @@ LITTLE = {
     "rpc.py": QUICK,
     "rpc_protection.py": QUICK,
     "secret.py": QUICK,
-    "session_steps.py": ["--turns", "30"],
+    "session_steps.py": ["--pairs", "1", "--turns", "40"],
     "soak.py": QUICK,
     "soak_autograd.py": ["--faults", "10"],
     "soak_elastic.py": ["--faults", "2", "--patience", "120"],
