@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 
 
-# Seconds: the length of a busy-wait, and of a wait that counts as short.
-SPIN, SHORT = 250e-6, 400e-6
+# Seconds: the length of a busy-wait, and of a wait that counts as short, which has in it the time that a core takes to wake.
+SPIN, SHORT = 500e-6, 1e-3
+# Seconds that one look takes at most, unless another thread needs the interpreter or the core. Then the busy-wait ends.
+LOOK = 100e-6
 _CAN = len(os.sched_getaffinity(0)) > 1
 # After failures: the most waits in a row without a busy-wait.
 _MOST_SKIPPED = 255

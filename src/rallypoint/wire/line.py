@@ -23,7 +23,7 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded
 
 from .buffers import address_of
-from .busy_wait import SPIN, BusyWait
+from .busy_wait import LOOK, SPIN, BusyWait
 from .frames import Frame, FrameParser
 from .silence import INFO_SIZE, Silence, TcpState
 
@@ -347,11 +347,13 @@ class Line:
     def _spin(self, began: float) -> int:
         """Busy-wait for a moment; the number of bytes received, or -1."""
         recv_into, space, until = self._sock.recv_into, self._parser.space(), began + SPIN
+        now = began
         while True:
             try:
                 count = recv_into(space, 0, _DONT_WAIT)
             except BlockingIOError:
-                if perf_counter() > until:
+                before, now = now, perf_counter()
+                if now > until or now - before > LOOK:
                     self._busy_wait.tried(False)
                     return -1
             else:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
-from rallypoint.wire.busy_wait import SPIN, BusyWait
+from rallypoint.wire.busy_wait import LOOK, SPIN, BusyWait
 
 from .thread_pool import Job
 
@@ -105,11 +105,14 @@ class Poller:
 
     def _spin(self) -> list[tuple[int, int]]:
         """Poll for a short time without sleeping."""
-        poll, until = self._epoll.poll, perf_counter() + SPIN
-        while not (ready := poll(0)) and perf_counter() < until:
-            pass
-        self._busy_wait.tried(bool(ready))
-        return ready
+        poll, now = self._epoll.poll, perf_counter()
+        until = now + SPIN
+        while True:
+            ready, before, now = poll(0), now, perf_counter()
+            is_undisturbed = now - before < LOOK
+            if ready or not is_undisturbed or now > until:
+                self._busy_wait.tried(bool(ready) and is_undisturbed)
+                return ready
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):
