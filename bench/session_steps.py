@@ -6,8 +6,8 @@
 
 Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with snapshots as often as a session takes
 them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py). Two jobs that do the same differ by a
-few per cent for as long as they live, so several pairs are started, one after another. With --gpu it is one worker over NCCL, which
-waits for the GPU behind each backward pass in a session, and 134 million parameters.
+few per cent for as long as they live, so several pairs are started, one after another, and which of the two begins changes. With --gpu it
+is one worker over NCCL, which waits for the GPU after each backward pass in a session, and 134 million parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GIVE_UP = 120.0
 ALLOWED = {"ddp": 0.01, "fsdp2": 0.02}
 
 
-def train(kind: str, job: int, folder: Path, turns: int, *, gpu: bool) -> None:
+def train(kind: str, job: int, folder: Path, turns: int, *, with_session: bool, gpu: bool) -> None:
     """A worker; rank 0 writes down the seconds of a step in each turn."""
     import os
 
@@ -99,7 +99,7 @@ def train(kind: str, job: int, folder: Path, turns: int, *, gpu: bool) -> None:
                 finish()
                 times.append((time.monotonic() - began) / STEPS)
 
-    plain() if job == FIRST else in_session()
+    in_session() if with_session else plain()
     if dist.get_rank() == 0:
         (folder / f"times-{job}").write_text(json.dumps(times))
     dist.destroy_process_group()
@@ -109,10 +109,12 @@ def measure(kind: str, pairs: int, turns: int, progress: Progress, *, gpu: bool)
     plain, session, longer = [], [], []
     for number in range(pairs):
         progress.step(f"{kind}: pair {number + 1}, training in turn")
-        first, second = train_in_turn(kind, turns, gpu=gpu)
-        plain += first
-        session += second
-        longer.append(mean(compare(first, second))["mean"])
+        in_session = SECOND if number % 2 == 0 else FIRST
+        times = train_in_turn(kind, turns, in_session, gpu=gpu)
+        plain += times[1 - in_session]
+        session += times[in_session]
+        ratio = 1 + mean(compare(*times))["mean"]
+        longer.append(round((ratio if in_session == SECOND else 1 / ratio) - 1, 4))
     return {
         "step_ms_plain": spread([each * 1e3 for each in plain]),
         "step_ms_in_session": spread([each * 1e3 for each in session]),
@@ -126,8 +128,8 @@ def measure(kind: str, pairs: int, turns: int, progress: Progress, *, gpu: bool)
     }
 
 
-def train_in_turn(kind: str, turns: int, *, gpu: bool) -> tuple[list[float], list[float]]:
-    """Seconds of a step in each turn, without a session and in one."""
+def train_in_turn(kind: str, turns: int, in_session: int, *, gpu: bool) -> list[list[float]]:
+    """Seconds of a step in each turn of both jobs, of which one has a session."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
         workers = 1 if gpu else WORKERS
@@ -136,7 +138,8 @@ def train_in_turn(kind: str, turns: int, *, gpu: bool) -> tuple[list[float], lis
         for job in (FIRST, SECOND):
             words = [*RALLY, "--nproc-per-node", str(workers), "--progress", "off"]
             words += ["--rdzv-id", f"steps-{kind}-{job}", __file__]
-            words += ["--worker", kind, str(job), str(folder), str(turns), *["--gpu"] * gpu]
+            words += ["--worker", kind, str(job), str(folder), str(turns)]
+            words += [*["--session"] * (job == in_session), *["--gpu"] * gpu]
             jobs.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
             stack.callback(_end, jobs[-1])
         until = time.monotonic() + GIVE_UP
@@ -152,10 +155,7 @@ def train_in_turn(kind: str, turns: int, *, gpu: bool) -> tuple[list[float], lis
         both.end()
         for each in jobs:
             assert each.wait(GIVE_UP) == 0
-        first, second = (
-            json.loads((folder / f"times-{job}").read_text()) for job in (FIRST, SECOND)
-        )
-    return first, second
+        return [json.loads((folder / f"times-{job}").read_text()) for job in (FIRST, SECOND)]
 
 
 def _must_run(jobs: list[subprocess.Popen[bytes]]) -> None:
@@ -179,11 +179,13 @@ def main() -> int:
     parser.add_argument("--kind", choices=sorted(ALLOWED), help="only this model")
     parser.add_argument("--gpu", action="store_true", help="one worker, on a GPU, over NCCL")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--session", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     options = parser.parse_args()
     if options.worker:
         kind, job, folder, turns = options.worker
-        train(kind, int(job), Path(folder), int(turns), gpu=options.gpu)
+        where, count = Path(folder), int(turns)
+        train(kind, int(job), where, count, with_session=options.session, gpu=options.gpu)
         return 0
     if options.turns < FEWEST:
         parser.error(
