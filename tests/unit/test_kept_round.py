@@ -183,8 +183,21 @@ def test_whose_records_newcomers_rely_on():
     assert not any(more.relies_on(rank, 4) for rank in (1, 2, 3))
     fewer = Kept(keepers=frozenset({2, 3}), replaced=0, port=0, copies=3)
     assert [fewer.relies_on(rank, 4) for rank in (2, 3)] == [True, True]
+    # With one that lacks records, as a process there is on its way to the session, it is the other one alone.
+    one = Kept(keepers=frozenset({1, 2}), replaced=0, port=0, copies=4, lacking=frozenset({2}))
+    assert [one.relies_on(rank, 4) for rank in (1, 2)] == [True, False]
     assert not Kept(keepers=frozenset({1, 2}), replaced=0, port=29500).relies_on(1, 3)
     assert Kept(keepers=frozenset({0, 1, 2}), replaced=0, port=0, first=(2, 2)).relies_on(1, 3)
+
+
+def test_one_that_lacks_records_leaves_another_one_alone_with_them():
+    four = {"workers": (2, 2, 2, 2), "copies": 4}
+    records = [NEW, member(1, **four), member(2, **four, has_records=False), NEW]
+    kept, _ = decide(records, [2, 2, 2, 2])
+    assert kept is not None
+    read = Kept.from_json(json.loads(json.dumps(kept.to_json())))
+    assert read == kept
+    assert [kept.relies_on(rank, 4) for rank in (1, 2)] == [True, False]
 
 
 def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():

@@ -92,6 +92,7 @@ class Kept:
     Args:
         keepers: the ranks of these nodes.
         bare: those of them none of whose workers is in the session: what they run takes lost places, and has no state yet.
+        lacking: those of them that lack a record of the script's set-up which they are to have.
         replaced: how many workers were replaced since the session began: the most that any of them knows of.
         port: of the workers' store on node 0; 0 if node 0 has to serve another one.
         copies: how many nodes are to have the records of each node.
@@ -110,6 +111,7 @@ class Kept:
     before: tuple[int, ...] = ()
     were: tuple[int, ...] = ()
     bare: frozenset[int] = frozenset()
+    lacking: frozenset[int] = frozenset()
 
     def relies_on(self, rank: int, count: int) -> bool:
         """Whether newcomers may find records of the script's set-up with this node alone: the store that had them is lost.
@@ -120,8 +122,9 @@ class Kept:
         """
         if self.port:
             return False
+        whole = self.keepers - self.lacking
         holders = (_holders(node, self.copies, count) for node in range(count))
-        return bool(self.first) or any(each & self.keepers == {rank} for each in holders)
+        return bool(self.first) or any(each & whole == {rank} for each in holders)
 
     def to_json(self) -> dict[str, Any]:
         lists = {
@@ -130,6 +133,7 @@ class Kept:
             "before": self.before,
             "were": self.were,
             "bare": tuple(sorted(self.bare)),
+            "lacking": tuple(sorted(self.lacking)),
         }
         return {
             "keepers": sorted(self.keepers),
@@ -154,6 +158,7 @@ class Kept:
             before=_numbers(kept.get("before")),
             were=_numbers(kept.get("were"), least=-1),
             bare=frozenset(_numbers(kept.get("bare"))),
+            lacking=frozenset(_numbers(kept.get("lacking"))),
         )
 
 
@@ -217,6 +222,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tupl
         before=() if stays else before,
         were=tuple(were),
         bare=frozenset(rank for rank, (_, each) in keepers.items() if not each.has_state),
+        lacking=frozenset(rank for rank, (_, each) in keepers.items() if not each.has_records),
     )
     return kept, ""
 
