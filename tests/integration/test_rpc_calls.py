@@ -1023,6 +1023,23 @@ def test_a_call_that_finds_no_room_before_its_time_is_up_takes_none():
         workers.on(0, case)
 
 
+def count_at_caller(tensor: torch.Tensor) -> int:
+    return rpc.rpc_sync(rpc.current_call().caller, torch.numel, (tensor,))
+
+
+def have_counted(times: int) -> list[int]:
+    futures = [rpc.rpc_async("w0", count_at_caller, (torch.ones(200_000),)) for _ in range(times)]
+    return [each.wait() for each in futures]
+
+
+def test_a_function_that_waits_for_room_takes_no_thread_from_those_who_make_it():
+    with Workers(2) as workers:
+        workers.run(
+            functools.partial(rpc_workers.join, num_worker_threads=1, in_flight_bytes=1_000_000)
+        )
+        assert workers.on(0, lambda: rpc.rpc_sync("w1", have_counted, (4,))) == [200_000] * 4
+
+
 # -- errors -------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from rallypoint.rpc.current_agent import ELSEWHERE
 from rallypoint.rpc.interruptions import DUE, Lent, Rest
 from rallypoint.rpc.references.ids import Fork
 from rallypoint.rpc.references.sent import SentReferences
+from rallypoint.rpc.threads.thread_pool import waiting
 from rallypoint.rpc.worker_info import WorkerInfo
 from rallypoint.wire.frames import Frame, Shared, encode
 from rallypoint.wire.line import PATIENCE, Closed, Line
@@ -134,7 +135,9 @@ class Outgoing:
                     self.attend()
                 finally:
                     self._lock.acquire()
-                if not self._room.wait_for(has_room, left):
+                with waiting():
+                    found = self._room.wait_for(has_room, left)
+                if not found:
                     raise RpcTimeout(call.seconds, f"{call.describe()} on {self.peer!r}")
             self.in_flight += size
             call.size = size
