@@ -592,6 +592,52 @@ def test_threads_that_are_all_busy_do_not_keep_answers_from_arriving():
         assert workers.run(case) == [[0.02] * 10] * 3
 
 
+def ask_many(way: str, to: str, seconds: float, timeout: float) -> int:
+    """Wait for several calls by a function of torch's own, which does not say that it waits."""
+    futures = [rpc.rpc_async(to, nap, (seconds,), timeout=timeout) for _ in range(3)]
+    if way == "wait_all":
+        return len(torch.futures.wait_all(futures))
+    if way == "then":
+        futures = [each.then(lambda done: done.value()) for each in futures]
+    return len(torch.futures.collect_all(futures).wait())
+
+
+@pytest.mark.parametrize("way", ["wait_all", "collect_all", "then"])
+def test_functions_that_all_wait_in_code_of_torchs_get_their_answers(way):
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
+
+        def case():
+            futures = [rpc.rpc_async("w1", ask_many, (way, "w0", 0.0, 60.0)) for _ in range(5)]
+            assert [each.wait() for each in futures] == [3] * 5
+
+        workers.on(0, case)
+
+
+@pytest.mark.parametrize("end", ["timeout", "loss"])
+def test_functions_that_all_wait_in_code_of_torchs_hear_that_there_is_no_answer(end):
+    with Workers(3) as workers:
+        workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
+
+        def case():
+            timeout = 0.3 if end == "timeout" else 60.0
+            args = ("wait_all", "w2", 60.0, timeout)
+            futures = [rpc.rpc_async("w1", ask_many, args) for _ in range(2)]
+            kinds = []
+            for each in futures:
+                with pytest.raises(rpc.RpcError) as caught:
+                    each.wait()
+                kinds.append(type(caught.value))
+            return kinds
+
+        pending = workers.begin(0, case)
+        if end == "loss":
+            workers.on(2, lambda: eventually(lambda: rpc.statistics()["calls"]["being_served"] > 3))
+            workers.kill(2)
+        kind = rpc.RpcTimeout if end == "timeout" else rpc.PeerLost
+        assert pending.result() == [kind, kind]
+
+
 def test_no_more_functions_run_at_once_than_there_are_threads():
     with Workers(2) as workers:
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=3))

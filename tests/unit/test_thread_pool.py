@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pace import pace
-from rallypoint.rpc.threads.thread_pool import TICK, Job, ThreadPool
+from rallypoint.rpc.threads.thread_pool import TICK, Answer, Job, ThreadPool
 
 
 class Act:
@@ -20,6 +20,16 @@ class Act:
 
     def run(self) -> None:
         self._act()
+
+
+class Reply(Act, Answer):
+    """An answer that others wait for."""
+
+
+class Callback(Reply):
+    """One that may wait itself."""
+
+    may_wait = True
 
 
 class Inbox:
@@ -210,6 +220,35 @@ def test_no_more_work_at_once_than_the_limit_and_those_that_wait_do_not_count(ma
     waits_over.set()
     eventually(lambda: place.done.count("waited") == 10)
     eventually(lambda: place.pool._working == 0)
+
+
+def test_an_answer_does_not_wait_in_line_behind_those_who_wait_for_it(make):
+    place = make(limit=1)
+    gate = place.gate()
+    place.inbox.put(lambda: gate.wait(10), place.note("in line"))
+    eventually(lambda: place.pool.counts()[1] == 1)
+    place.pool.lead(lambda jobs: jobs.extend([Reply(place.note("answer")), Reply(gate.set)]))
+    place.noted("answer", "in line")
+
+
+def test_of_answers_that_wait_themselves_as_many_as_the_limit_run_beside_the_others(make):
+    place = make(limit=2)
+    gate = place.gate()
+
+    def waits() -> None:
+        place.done.append("waits")
+        gate.wait(10)
+
+    place.inbox.put(waits, waits)
+    place.noted("waits", "waits")
+    place.pool.lead(lambda jobs: jobs.extend(Callback(waits) for _ in range(3)))
+    place.noted("waits", "waits", "waits", "waits")
+    place.pool.lead(lambda jobs: jobs.append(Reply(place.note("answer"))))
+    eventually(lambda: "answer" in place.done)
+    assert (place.done.count("waits"), place.pool.counts()[1]) == (4, 1)
+    gate.set()
+    eventually(lambda: place.done.count("waits") == 5)
+    eventually(lambda: place.pool._working == 0 and not place.pool._answering)
 
 
 @pytest.mark.parametrize("limit", [1, 2])

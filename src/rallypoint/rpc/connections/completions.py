@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rallypoint.rpc.threads.thread_pool import Job
+from rallypoint.rpc.threads.thread_pool import Answer, Job
 
 from .calls import Call
 from .outgoing import Outgoing
@@ -42,7 +42,7 @@ def complete_soon(calls: list[Call], jobs: deque[Job]) -> None:
     jobs.extend(slow)
 
 
-class Completions:
+class Completions(Answer):
     """Calls without callbacks whose replies arrived together."""
 
     __slots__ = ("_calls", "_jobs")
@@ -65,10 +65,12 @@ class Completions:
             Completion(call).run()
 
 
-class Completion:
+class Completion(Answer):
     """A call whose reply has arrived."""
 
     __slots__ = ("_call",)
+    # It runs code of the user's.
+    may_wait = True
 
     def __init__(self, call: Call) -> None:
         self._call = call

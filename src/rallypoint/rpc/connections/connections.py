@@ -339,8 +339,7 @@ class Connections:
         self._pool.submit(Task(lambda: self._read(frame, outgoing)))
 
     def defer(self, calls: list[Call]) -> None:
-        for call in calls:
-            self._pool.submit(Completion(call))
+        self._pool.lead(lambda jobs: complete_soon(calls, jobs))
         if self._is_alone:
             self.complete_left()
 

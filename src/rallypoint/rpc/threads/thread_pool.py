@@ -14,8 +14,8 @@ beforehand how long it takes.
 - A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`).
 
 At most ``limit`` threads run jobs at once, the leader among them; further jobs wait in line, and begin in the order in
-which they came. Threads that wait for other processes do not count, so nested calls cannot exhaust the pool. There is
-always a leader.
+which they came. Threads that wait for other processes do not count, so nested calls cannot exhaust the pool. Answers to
+own calls do not wait in line (:class:`Answer`). There is always a leader.
 
 A token decides which thread leads. The leader puts it into a dict when it begins a job, under the job's number, and
 pops it when the job is done. The overseer pops it to take the lead away. A dict's pop is atomic: one of them gets it.
@@ -35,7 +35,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,36 @@ _BUG = "a job of the thread pool failed: please report this bug"
 class Job(Protocol):
     def run(self) -> None:
         """Do it, or hand it over (:meth:`ThreadPool.submit`) if it is known to be long. Must not raise."""
+
+
+class Answer:
+    """A job that completes what others wait for.
+
+    It does not wait in line: all who work here may be waiting for it, in code that cannot say so (torch.futures.wait_all).
+
+    Attributes:
+        may_wait: whether it may wait itself. Only ``limit`` of these run beside the jobs that the limit is for.
+    """
+
+    __slots__ = ()
+    may_wait: ClassVar[bool] = False
+
+
+class _Counted:
+    """A job that is in a set while it runs."""
+
+    __slots__ = ("_job", "_running")
+
+    def __init__(self, running: set[object], job: Job) -> None:
+        self._running = running
+        self._job = job
+
+    def run(self) -> None:
+        self._running.add(self)
+        try:
+            self._job.run()
+        finally:
+            self._running.discard(self)
 
 
 class Source(Protocol):
@@ -149,6 +179,8 @@ class ThreadPool:
         self._number = 0
         # Threads that were woken or started and have not taken a job yet.
         self._coming = 0
+        # Answers that run beyond the limit. Changed by single set operations, which are atomic.
+        self._answering: set[object] = set()
         # Wakes the overseer.
         self._call = threading.Event()
         self._overseer_sleeps = False
@@ -194,6 +226,11 @@ class ThreadPool:
         with self._lock:
             self._line.append(job)
             self._employ()
+
+    def lead(self, add: Callable[[deque[Job]], None]) -> None:
+        """Have the leader do the jobs that ``add`` appends."""
+        add(self._jobs)
+        self._source.wake()
 
     def wake_at(self, when: float) -> None:
         """Have ``due`` called at this time (monotonic seconds)."""
@@ -244,8 +281,10 @@ class ThreadPool:
         """The jobs that were not run, after :meth:`close`."""
         left: list[Job] = []
         for each in (self._jobs, self._line):
-            while each:
-                left.append(each.popleft())
+            # A thread that is in the middle of a job still takes some.
+            with contextlib.suppress(IndexError):
+                while True:
+                    left.append(each.popleft())
         return left
 
     def abandon(self) -> None:
@@ -254,7 +293,10 @@ class ThreadPool:
         self._lock = threading.Lock()
         self._call = threading.Event()
         self._closed = True
-        for each in (self._token, self._parked, self._jobs, self._line, self._threads):
+        for each in (
+            *(self._token, self._parked, self._jobs),
+            *(self._line, self._threads, self._answering),
+        ):
             each.clear()
         _mine.pool = None
         _mine.waits = 0
@@ -364,11 +406,14 @@ class ThreadPool:
                 token[serial] = False
                 # Those in line come first, unless there is a thread for each of them.
                 if self._working + len(line) >= self._limit:
-                    del token[serial]
-                    with self._lock:
-                        line.append(job)
-                        self._employ()
-                    continue
+                    beside = self._beside(job)
+                    if beside is None:
+                        del token[serial]
+                        with self._lock:
+                            line.append(job)
+                            self._employ()
+                        continue
+                    job = beside
                 token[serial] = True
                 if self._overseer_sleeps:
                     self._call.set()
@@ -394,6 +439,14 @@ class ThreadPool:
         source.flush()
         with self._lock:
             self._leader = None
+
+    def _beside(self, job: Job) -> Job | None:
+        """What the leader does now, although as many as may are at work; None if the job has to wait in line."""
+        if not isinstance(job, Answer):
+            return None
+        if not job.may_wait:
+            return job
+        return _Counted(self._answering, job) if len(self._answering) < self._limit else None
 
     def _step_down(self) -> bool:
         """Give up the lead, if the calling thread has it, in the middle of a job."""
