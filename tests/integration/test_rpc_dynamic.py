@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import rpc_workers
 from rallypoint import rpc
@@ -316,6 +317,43 @@ def test_references_to_values_of_one_that_left_say_so(trio):
     trio.on(0, hold)
     trio.on(1, functools.partial(rpc.shutdown, graceful=False))
     trio.on(0, use)
+
+
+@pytest.mark.parametrize("end", ["leaves", "dies"])
+def test_who_comes_with_the_rank_of_one_that_is_gone_is_not_taken_for_it(trio, end):
+    def come():
+        rpc.init_rpc("actor", rank=7, store=rpc_workers.store())
+
+    def use(peer):
+        assert rpc.remote(peer, double, (2,)).to_here() == 4
+        local = torch.ones(2, requires_grad=True)
+        with rpc.autograd.context() as context:
+            rpc.autograd.backward(context, [rpc.rpc_sync(peer, double, (local,)).sum()])
+            assert rpc.autograd.get_gradients(context)[local].tolist() == [2.0, 2.0]
+
+    def hold():
+        rpc_workers.held["it"] = rpc.remote("actor", double, (1,))
+        assert rpc_workers.held["it"].to_here() == 2
+
+    def use_held():
+        with timed(1), pytest.raises(PeerLost, match="which owns the value, is lost"):
+            rpc_workers.held["it"].to_here()
+
+    first = trio.more()
+    trio.on(first, come)
+    trio.on(0, use, "actor")
+    trio.on(first, use, "w0")
+    trio.on(0, hold)
+    if end == "leaves":
+        trio.on(first, functools.partial(rpc.shutdown, graceful=False))
+    else:
+        trio.kill(first)
+    trio.on(0, lambda: eventually(lambda: "actor" not in names()))
+    second = trio.more()
+    trio.on(second, come)
+    trio.on(second, use, "w0")
+    trio.on(0, use, "actor")
+    trio.on(0, use_held)
 
 
 def test_ranks_may_be_given_and_are_unique(trio):

@@ -346,6 +346,24 @@ def test_a_reference_to_a_lost_workers_value_is_dead_and_says_why() -> None:
     assert c.confirmed(child.fork_id) == []
 
 
+def test_who_comes_under_the_id_of_a_lost_worker_shares_and_refers_anew() -> None:
+    a, before, *_ = workers()
+    _, theirs = shared(before, a)
+    rref, mine = shared(a, before)
+    assert before.dropped(mine) == [Send(0, DELETE, rref, mine)]
+    assert a.on_user_delete(rref, mine, 1) == [Release(rref)]
+    a.peer_lost(1, "killed")
+    after = References(1, first=100)
+    a.peer_came(1)
+    _, new = shared(after, a)
+    assert a.is_confirmed(new) and not a.why_dead(new) and not a.is_lost(new)
+    assert a.is_lost(theirs) and "is lost: killed" in a.why_dead(theirs), "the value is gone"
+    called, fork = after.create_remote(0)
+    assert a.accept_remote(called, fork, 1) == []
+    assert after.confirmed(fork) == [Confirmed(fork)]
+    assert a.counts().num_forks == 1
+
+
 def test_a_reference_of_a_lost_owner_that_still_arrives_is_dead() -> None:
     a, b, c, _ = workers()
     fork = a.fork_owned(a.create_owned(), 1)

@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for threads and peers to finish when an agent closes.
 _LAST_WORDS = 0.5
+# Of the number of a value or reference. The bits above it are the term of the worker that created it.
+_NUMBER_BITS = 32
 
 
 def _settle_torch() -> None:
@@ -216,6 +218,7 @@ class Agent:
         self.me = self.roster.me
         self.rrefs = rrefs = RRefTable(
             self.me.id,
+            first=group.term << _NUMBER_BITS,
             calls=self.caller,
             peers=self.roster,
             links=self.connections,
@@ -224,6 +227,7 @@ class Agent:
         self.caller.rrefs = self.monitor.rrefs = rrefs
         self.contexts = self.monitor.contexts = contexts = Contexts(
             self.me.id,
+            term=group.term,
             calls=self.caller,
             peers=self.roster,
             tasks=self.tasks,
@@ -239,6 +243,7 @@ class Agent:
         self.acceptor.start()
         self._pool.start()
         if isinstance(self.group, DynamicGroup):
+            self.group.on_join(self.monitor.came)
             self.group.on_leave(self.monitor.left)
         self.reports.start()
         events.emit(events.AgentStarted(worker=self.me.name, id=self.me.id))

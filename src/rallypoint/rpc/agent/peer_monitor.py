@@ -68,6 +68,11 @@ class PeerMonitor:
             return
         self._tasks.now(lambda: self._bury(WorkerInfo(member.name, member.id), member, reason))
 
+    def came(self, member: Member) -> None:
+        """A worker has joined the group, perhaps with the id of one that is gone."""
+        if member.incarnation not in self._roster.dead:
+            self.rrefs.peer_came(member.id)
+
     def _expelled(self, reason: str) -> None:
         """The group has removed this worker: end all outgoing connections."""
         expelled = Expelled(self._roster.me.name, reason)
@@ -118,13 +123,16 @@ class PeerMonitor:
             self._connections.is_closed or not self._roster.strike(member, reason)
         ):
             return
-        name = None if member is None else info.name
-        self._connections.hang_up(info.id, name, self._tasks.later)
+        self._connections.hang_up(info.id, member, self._tasks.later)
         logger.info("worker %s is gone: %s", info.name, reason)
         events.emit(events.MemberGone(worker=info.name, id=info.id, reason=reason))
         self.rrefs.peer_lost(info.id, reason)
         self.contexts.peer_lost(info.id)
         group = self._roster.group
+        if isinstance(group, DynamicGroup):
+            for each in group.members()[1]:
+                if each.id == info.id:
+                    self.came(each)
         if member is not None and isinstance(group, DynamicGroup):
             with contextlib.suppress(RpcError, OSError):
                 group.report_lost(member, reason)

@@ -15,6 +15,8 @@ from rallypoint.errors import RpcError
 
 # Ids are unique without communication: the owner's id, then the owner's count.
 _COUNT_BITS = 48
+# The upper half of the count is the owner's term in the group: others remember ids of ended contexts.
+_TERM_BITS = 24
 # A sent tensor's number: that of its message, then its place in it.
 _PLACE_BITS = 20
 
@@ -24,6 +26,10 @@ PassId = tuple[int, int]
 
 def context_id_of(owner: int, count: int) -> int:
     return (owner << _COUNT_BITS) + count
+
+
+def first_count(term: int) -> int:
+    return (term % (1 << _TERM_BITS) << (_COUNT_BITS - _TERM_BITS)) + 1
 
 
 def owner_of(context_id: int) -> int:

@@ -15,7 +15,7 @@ from rallypoint.rpc.future import RpcFuture
 from rallypoint.rpc.ports import Tasks
 from rallypoint.rpc.torch_private import NativeFuture
 
-from .context import Context, context_id_of, owner_of, unknown
+from .context import Context, context_id_of, first_count, owner_of, unknown
 
 
 # How many ended contexts of others are remembered, so that a late message does not bring one back.
@@ -47,6 +47,7 @@ class Contexts:
 
     Args:
         me: this worker's id.
+        term: its term in the group; earlier workers with the same id had lower ones.
         enrol, release: the served functions, of a context's id and of several.
     """
 
@@ -54,6 +55,7 @@ class Contexts:
         self,
         me: int,
         *,
+        term: int,
         calls: AsyncCalls,
         peers: Gone,
         tasks: Tasks,
@@ -71,7 +73,7 @@ class Contexts:
         self._ended: dict[int, None] = {}
         # By worker, contexts of this worker that have ended.
         self._to_tell: dict[int, list[int]] = {}
-        self._count = itertools.count(1).__next__
+        self._count = itertools.count(first_count(term)).__next__
         self._is_closed = False
 
     # -- finding --------------------------------------------------------------------------------------

@@ -388,7 +388,7 @@ class Connections:
     # -- the end ------------------------------------------------------------------------------------
 
     def hang_up(
-        self, worker: int, name: str | None, later: Callable[[float, Callable[[], None]], None]
+        self, worker: int, member: Member | None, later: Callable[[float, Callable[[], None]], None]
     ) -> None:
         """A worker is gone: no more calls are made over its connection, and those that it does not answer fail.
 
@@ -396,12 +396,14 @@ class Connections:
         ended here only if that takes long.
 
         Args:
-            name: only if the worker has this name.
+            member: only if the worker is this one, and not a later one with the same id.
             later: calls a function after so many seconds.
         """
         with self._lock:
             outgoing = self.outgoing.get(worker)
-            if outgoing is None or (name is not None and outgoing.peer != name):
+            if outgoing is None or (
+                member is not None and outgoing.incarnation != member.incarnation
+            ):
                 return
             # It has not failed yet, or it would not be in the table. When it does, it is forgotten.
             self._unroute(outgoing)

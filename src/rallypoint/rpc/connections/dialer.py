@@ -199,6 +199,7 @@ class Dialer:
             outgoing = Outgoing(
                 line, WorkerInfo(member.name, member.id), watch, sharing, bool(member.devices.maps)
             )
+            outgoing.incarnation = member.incarnation
             line.parse(rest)
         except BaseException:
             sock.close()

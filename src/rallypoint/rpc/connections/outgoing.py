@@ -91,6 +91,8 @@ class Outgoing:
         self.line = line
         self.info = info
         self.peer = info.name
+        # The peer's; empty: not known. A later worker may have the same name and id.
+        self.incarnation = ""
         self.sharing = sharing
         self.has_maps = has_maps
         self.calls = CallTable()

@@ -78,6 +78,8 @@ class DynamicGroup:
         self._gone: dict[str, str] = {}  # incarnation to reason
         self._departed: dict[str | int, tuple[str, str]] = {}  # name or rank to name and reason
         self._members: tuple[int, tuple[Member, ...]] = (0, ())
+        # The number of the entry by which this process became a member: two members of the same rank differ in it.
+        self.term = 0
         self.expelled: str | None = None  # why this process was reported lost
         self._listens = True  # whether the watcher runs
         self._closing = threading.Event()
@@ -119,7 +121,7 @@ class DynamicGroup:
         number = group._append(wanted, deadline)
         match next((each for each in group._news if each.epoch == number), None):
             case Joined(_, member):
-                group._me = member
+                group._me, group.term = member, number
             case Refused(_, _, reason):
                 raise RpcError(reason)
             case other:

@@ -27,6 +27,8 @@ class StaticGroup:
     """``world_size`` processes, each with its rank. Its epoch is always 1."""
 
     is_static = True
+    # As DynamicGroup's: nobody comes after another.
+    term = 0
 
     def __init__(
         self,

@@ -36,8 +36,9 @@ may then arrive before its request; the remembered id handles that, too.
 
 **Limits of the guarantee.** A dead worker covers nothing, and its forks are reclaimed. A reference that it passed on
 may then be refused if the owner has not registered it yet: it is dead, with the reason, and no call on it waits
-forever. A worker that was declared lost stays lost; if it returns, it must have a new id. Only so many ids are
-remembered: a duplicate that arrives after more deletions than that leaves a fork registered until its worker ends.
+forever. A worker that was declared lost stays lost. Another process may then come under its id (``peer_came``), but
+must not use its ids of values and references again (``first``). Only so many ids are remembered: a duplicate that
+arrives after more deletions than that leaves a fork registered until its worker ends.
 
 Nothing here locks. An object may be collected anywhere, even inside these methods: its finalizer only notes the fork
 (``deque.append``), and the shell calls ``dropped`` later.
@@ -90,6 +91,7 @@ class _User:
     holds: int = 1
     confirmed: bool = False
     dead: str = ""
+    lost: bool = False  # its owner
     children: set[ForkId] = field(default_factory=set)
 
     @property
@@ -131,12 +133,13 @@ class References:
 
     Args:
         me: this worker's id.
+        first: the number of the first value or reference. Those of earlier workers with the same id were lower.
         remember: how many ids of deleted forks and released values are remembered, against late duplicates.
     """
 
-    def __init__(self, me: int, *, remember: int = REMEMBER) -> None:
+    def __init__(self, me: int, *, first: int = 0, remember: int = REMEMBER) -> None:
         self.me = me
-        self._next_id = 0
+        self._next_id = first
         self._owned: dict[RRefId, _Owned] = {}
         self._users: dict[ForkId, _User] = {}
         self._children: dict[ForkId, _Child] = {}
@@ -163,7 +166,7 @@ class References:
             self._owned[rref_id] = _Owned(made=True, holds=1, forks={fork_id: self.me})
             self._calls_to_self[fork_id] = rref_id
         else:
-            self._users[fork_id] = _User(rref_id, owner, None, dead=self._why_lost(owner))
+            self._users[fork_id] = self._user(rref_id, owner, None)
         return rref_id, fork_id
 
     def fork_owned(self, rref_id: RRefId, to: int, type_text: str = "") -> Fork:
@@ -213,12 +216,10 @@ class References:
         if user is not None:  # the message arrived twice, and makes two objects
             user.holds += 1
             return Received(fork.fork_id, [], user.dead)
-        user = _User(fork.rref_id, fork.owner, fork.parent)
+        user = self._user(fork.rref_id, fork.owner, fork.parent)
         self._users[fork.fork_id] = user
         if fork.fork_id in self._deleted:
             user.dead = "it arrived a second time, after it had been deleted"
-        else:
-            user.dead = self._why_lost(fork.owner)
         if fork.parent == fork.owner:
             user.parent, user.confirmed = None, not user.dead
         commands = self._settle_user(fork.fork_id)
@@ -361,11 +362,17 @@ class References:
         for fork_id in let_go:
             self._users[self._children.pop(fork_id).covered_by].children.remove(fork_id)
         for fork_id, user in list(self._users.items()):
-            if user.owner == worker and not user.dead:
-                user.dead = self._why_lost(worker)
-                commands.append(Lost(fork_id, user.dead))
+            if user.owner == worker:
+                user.lost = True
+                if not user.dead:
+                    user.dead = self._why_lost(worker)
+                    commands.append(Lost(fork_id, user.dead))
             commands += self._settle_user(fork_id)
         return commands
+
+    def peer_came(self, worker: int) -> None:
+        """A worker has come, perhaps under the id of a lost one."""
+        self._lost.pop(worker, None)
 
     def delete_all(self) -> list[Command]:
         """For shutdown: delete all user references as if their objects were gone.
@@ -398,6 +405,11 @@ class References:
         """The owner of this reference of ours; None if there is no such reference."""
         user = self._users.get(fork_id)
         return None if user is None else user.owner
+
+    def is_lost(self, fork_id: ForkId) -> bool:
+        """Whether the owner of this reference of ours is gone for good."""
+        user = self._users.get(fork_id)
+        return user is not None and user.lost
 
     def is_expected(self, rref_id: RRefId) -> bool:
         """Whether there are references to this value of this process, which may not exist yet."""
@@ -446,6 +458,9 @@ class References:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
+
+    def _user(self, rref_id: RRefId, owner: int, parent: int | None) -> _User:
+        return _User(rref_id, owner, parent, dead=self._why_lost(owner), lost=owner in self._lost)
 
     def _fork(self, rref_id: RRefId, owner: int, type_text: str) -> Fork:
         fork_id = ForkId(self.me, self._new_id())

@@ -237,12 +237,14 @@ class RRef(Generic[T]):
         assert self._fork_id is not None
         reason = self._agent.rrefs.why_dead(self._fork_id)
         if reason:
-            if self._agent.is_gone(self._owner.id) or self._was_lost():
+            if self._agent.is_gone(self._owner.id) or self._was_lost(self._fork_id):
                 raise PeerLost(self._owner.name, reason)
             raise RpcError(reason)
 
-    def _was_lost(self) -> bool:
-        """Whether creating the value failed with PeerLost, which may be known before the owner's loss is."""
+    def _was_lost(self, fork_id: ForkId) -> bool:
+        """Whether the owner was lost, or creating the value failed with PeerLost, which may be known before that is."""
+        if self._agent.rrefs.is_lost(fork_id):
+            return True  # though another worker may have its id now
         if self._creation is not None and self._creation.done():
             try:
                 self._creation.value()

@@ -61,11 +61,19 @@ class RRefTable:
 
     Args:
         me: this worker's id.
+        first: as for :class:`References`.
         calls: sends the messages.
     """
 
     def __init__(
-        self, me: int, *, calls: ControlCalls, peers: Peers, links: Links, tasks: Tasks
+        self,
+        me: int,
+        *,
+        first: int,
+        calls: ControlCalls,
+        peers: Peers,
+        links: Links,
+        tasks: Tasks,
     ) -> None:
         self._peers = peers
         self._tasks = tasks
@@ -79,7 +87,7 @@ class RRefTable:
             settled=self._notify,
         )
         self._lock = threading.RLock()
-        self._core = References(me)
+        self._core = References(me, first=first)
         self._values: dict[RRefId, Future[Any]] = {}
         # What waits for a user reference to be confirmed.
         self._waiting: dict[ForkId, list[Callable[[str], None]]] = {}
@@ -187,6 +195,10 @@ class RRefTable:
         with self._lock:
             return self._core.why_dead(fork_id)
 
+    def is_lost(self, fork_id: ForkId) -> bool:
+        with self._lock:
+            return self._core.is_lost(fork_id)
+
     def when_confirmed(
         self, fork_ids: Iterable[ForkId], act: Callable[[RpcError | None], None]
     ) -> bool:
@@ -216,8 +228,8 @@ class RRefTable:
     def _dead(self, fork_id: ForkId, reason: str) -> RpcError:
         """The error for a reference that cannot be used."""
         with self._lock:
-            owner = self._core.owner_of(fork_id)
-        if owner is not None and self._peers.is_gone(owner):
+            owner, lost = self._core.owner_of(fork_id), self._core.is_lost(fork_id)
+        if owner is not None and (lost or self._peers.is_gone(owner)):
             return PeerLost(f"worker {owner}", reason)
         return RpcError(reason)
 
@@ -389,6 +401,10 @@ class RRefTable:
         with self._lock:
             commands = self._core.peer_lost(worker, reason)
         self._carry_out(commands)
+
+    def peer_came(self, worker: int) -> None:
+        with self._lock:
+            self._core.peer_came(worker)
 
     def delete_all(self, timeout: float) -> bool:
         """Delete all user references and wait until their owners know; False if that took too long."""
