@@ -150,6 +150,10 @@ def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatc
         ({"secret": "short"}, ConfigError, "has 5 bytes, at least 16"),
         ({"heartbeat": 0}, ConfigError, "heartbeat 0: expected seconds, more than 0"),
         ({"num_worker_threads": "4"}, TypeError, "num_worker_threads is '4'"),
+        ({"in_flight_bytes": "1GB"}, TypeError, "in_flight_bytes is '1GB': expected a number of"),
+        ({"in_flight_bytes": -1}, ConfigError, "in_flight_bytes -1: expected a number of bytes"),
+        ({"shared_memory_bytes": None}, TypeError, "shared_memory_bytes is None"),
+        ({"shared_memory_bytes": -1}, ConfigError, "shared_memory_bytes -1: expected a number"),
     ],
 )
 def test_an_option_of_the_wrong_kind_is_named(option, kind, told):

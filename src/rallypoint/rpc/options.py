@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from rallypoint._core.secret import check
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 from rallypoint.wire import transports as known_transports
 
@@ -130,8 +132,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         _refuse_text("allowed_calls", allowed_calls)
         self.allowed_calls = None if allowed_calls is None else frozenset(allowed_calls)
         self.exported_only = exported_only
-        self.in_flight_bytes = in_flight_bytes
-        self.shared_memory_bytes = shared_memory_bytes
+        self.in_flight_bytes = _bytes("in_flight_bytes", in_flight_bytes)
+        self.shared_memory_bytes = _bytes("shared_memory_bytes", shared_memory_bytes)
         self.cuda_ipc = cuda_ipc
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
@@ -194,6 +196,15 @@ def _seconds(name: str, value: object) -> float:
     if not seconds >= 0.0:
         raise ConfigError(name, value, "expected seconds, 0 or more")
     return seconds
+
+
+def _bytes(name: str, value: object) -> int:
+    if not is_whole(value):
+        raise TypeError(f"{name} is {value!r}: expected a number of bytes, as in {name}=1 << 30")
+    size = operator.index(value)  # type: ignore[arg-type]
+    if size < 0:
+        raise ConfigError(name, value, "expected a number of bytes, 0 or more")
+    return size
 
 
 def _refuse_text(name: str, value: object) -> None:
