@@ -145,7 +145,13 @@ def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatc
     ("option", "kind", "told"),
     [
         ({"allowed_modules": "myapp"}, ConfigError, r"\('myapp',\)"),
+        ({"allowed_modules": [math]}, ConfigError, "expected its name: 'math'"),
+        ({"allowed_calls": math}, ConfigError, r"expected names in a tuple: \('math',\)"),
+        ({"allowed_calls": [leave]}, ConfigError, rf"expected its name: '{__name__}\.leave'"),
+        ({"allowed_calls": leave}, ConfigError, rf"in a tuple: \('{__name__}\.leave',\)"),
         ({"transports": "tcp"}, ConfigError, r"\('tcp',\)"),
+        ({"transports": None}, ConfigError, "expected names in a tuple"),
+        ({"transports": [5]}, ConfigError, "transports 5: expected some of memory, uds, tcp"),
         ({"port": "29500"}, ConfigError, "port '29500': expected a port"),
         ({"secret": "short"}, ConfigError, "has 5 bytes, at least 16"),
         ({"heartbeat": 0}, ConfigError, "heartbeat 0: expected seconds, more than 0"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 from rallypoint._core.secret import check
@@ -113,13 +114,13 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.bind = bind
         self.advertise = advertise
         self.ports = _ports(port)
-        _refuse_text("transports", transports)
-        if not transports:
+        kinds = _several("transports", transports)
+        if not kinds:
             expected = f"expected some of {', '.join(known_transports.known())}"
-            raise ConfigError("transports", list(transports), expected)
-        for kind in transports:
+            raise ConfigError("transports", [], expected)
+        for kind in kinds:
             known_transports.find(kind)
-        self.transports = tuple(dict.fromkeys(transports))
+        self.transports = tuple(dict.fromkeys(kinds))
         self.secret = None if secret is None else check(secret, "secret")
         self.insecure = bool(insecure)
         self.tls = check_tls(tls)
@@ -127,10 +128,8 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         if not self.heartbeat:
             raise ConfigError("heartbeat", heartbeat, "expected seconds, more than 0")
         self.pickle_by_value = pickle_by_value
-        _refuse_text("allowed_modules", allowed_modules)
-        self.allowed_modules = None if allowed_modules is None else frozenset(allowed_modules)
-        _refuse_text("allowed_calls", allowed_calls)
-        self.allowed_calls = None if allowed_calls is None else frozenset(allowed_calls)
+        self.allowed_modules = _names("allowed_modules", allowed_modules)
+        self.allowed_calls = _names("allowed_calls", allowed_calls)
         self.exported_only = exported_only
         self.in_flight_bytes = _bytes("in_flight_bytes", in_flight_bytes)
         self.shared_memory_bytes = _bytes("shared_memory_bytes", shared_memory_bytes)
@@ -207,10 +206,31 @@ def _bytes(name: str, value: object) -> int:
     return size
 
 
-def _refuse_text(name: str, value: object) -> None:
-    # Each character would be taken for a name.
+def _several(option: str, value: Any) -> tuple[Any, ...]:
+    # Each character of a text would be taken for a name.
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(option, value, f"expected names in a tuple: ({_name_of(value)!r},)")
+    return tuple(value)
+
+
+def _names(option: str, value: Any) -> frozenset[str] | None:
+    if value is None:
+        return None
+    names = _several(option, value)
+    for each in names:
+        if not isinstance(each, str):
+            raise ConfigError(option, each, f"expected its name: {_name_of(each)!r}")
+    return frozenset(names)
+
+
+def _name_of(value: Any) -> str:
+    """The name of a module, class or function, as ``allowed_modules`` and ``allowed_calls`` take it."""
     if isinstance(value, str):
-        raise ConfigError(name, value, f"expected names in a tuple: ({value!r},)")
+        return value
+    if isinstance(value, ModuleType):
+        return value.__name__
+    home, name = (getattr(value, each, None) for each in ("__module__", "__qualname__"))
+    return f"{home}.{name}" if home and name else "package.module.name"
 
 
 def _ports(port: int | tuple[int, int]) -> range:
