@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 from rallypoint._core.secret import check
@@ -27,7 +27,7 @@ class RpcBackendOptions:
 
     Raises:
         ConfigError: ``rpc_timeout`` is negative.
-        TypeError: ``rpc_timeout`` is not a number.
+        TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a text.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class RpcBackendOptions:
         init_method: str = constants.DEFAULT_INIT_METHOD,
     ) -> None:
         self.rpc_timeout = _seconds("rpc_timeout", rpc_timeout)
+        if not isinstance(init_method, str):
+            raise TypeError(f"init_method is {init_method!r}: expected a text, as 'env://'")
         self.init_method = init_method
 
 
@@ -71,7 +73,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
 
     Raises:
         ConfigError: an option has a value that cannot work; the error names the option.
-        TypeError: a number has the wrong type.
+        TypeError: a number or text has the wrong type.
         ValueError: a device map is not one to one.
     """
 
@@ -106,13 +108,15 @@ class NativeRpcBackendOptions(RpcBackendOptions):
             raise ConfigError("num_worker_threads", num_worker_threads, "expected at least 1")
         self.num_worker_threads = num_worker_threads
         self.device_maps: dict[str, dict[Device, Device]] = {}
+        if not isinstance(device_maps, (Mapping, NoneType)):
+            raise TypeError(f"device_maps is {device_maps!r}: expected a dict of device maps")
         for worker, pairs in (device_maps or {}).items():
             self.set_device_map(worker, pairs)
         self.devices: list[Device] = []
         if devices is not None:
             self.set_devices(devices)
-        self.bind = bind
-        self.advertise = advertise
+        self.bind = _address("bind", bind)
+        self.advertise = _address("advertise", advertise)
         self.ports = _ports(port)
         kinds = _several("transports", transports)
         if not kinds:
@@ -146,7 +150,12 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         Raises:
             ValueError: the map would not be one to one.
             ConfigError: one of them is not a device.
+            TypeError: the map is not a dict.
         """
+        if not isinstance(device_map, Mapping):
+            raise TypeError(
+                f"the device map for {to} is {device_map!r}: expected a dict, as in {{'cuda:0': 'cuda:1'}}"
+            )
         pairs = {Device.parse(key): Device.parse(value) for key, value in device_map.items()}
         merged = dict(self.device_maps.get(to, {}))
         for ours, theirs in pairs.items():
@@ -171,7 +180,10 @@ class NativeRpcBackendOptions(RpcBackendOptions):
 
         Raises:
             ConfigError: one of them is not a device.
+            TypeError: they are not in a list.
         """
+        if isinstance(devices, str) or not isinstance(devices, Iterable):
+            raise TypeError(f"devices is {devices!r}: expected a list, as in [{devices!r}]")
         self.devices = [Device.parse(each) for each in devices]
 
 
@@ -195,6 +207,12 @@ def _seconds(name: str, value: object) -> float:
     if not seconds >= 0.0:
         raise ConfigError(name, value, "expected seconds, 0 or more")
     return seconds
+
+
+def _address(name: str, value: object) -> str | None:
+    if not isinstance(value, (str, NoneType)):
+        raise TypeError(f"{name} is {value!r}: expected an address as a text, or None")
+    return value
 
 
 def _bytes(name: str, value: object) -> int:
