@@ -8,6 +8,7 @@ import math
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,7 +182,7 @@ def test_a_short_secret_in_the_environment_is_refused_and_not_shown(monkeypatch)
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("args", [1, "ab", b"ab", torch.ones(2)])
+@pytest.mark.parametrize("args", [1, "ab", b"ab", {"x": 1}, {1}, np.ones(1), torch.ones(2)])
 def test_an_argument_that_was_not_put_into_a_tuple_is_shown(alone, args):
     with pytest.raises(TypeError, match=r"args is .*expected positional arguments in a tuple"):
         rpc.rpc_sync("me", add_one, args)

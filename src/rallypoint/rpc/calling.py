@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from .worker_info import WorkerInfo
 T = TypeVar("T")
 
 _BUILTIN_TYPE = type(torch.add)
+_NOT_SEVERAL = (str, bytes, Mapping, AbstractSet, torch.Tensor)
 # State under torch's names, which programs and torch's own tests use.
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
@@ -164,7 +165,8 @@ def _positional(args: Any) -> tuple[Any, ...]:
     if args is None:
         return ()
     # Iterable, but certainly a mistake.
-    if isinstance(args, (str, bytes, torch.Tensor)) or not isinstance(args, Iterable):
+    is_one = isinstance(args, _NOT_SEVERAL) or hasattr(args, "__array__")
+    if is_one or not isinstance(args, Iterable):
         raise TypeError(
             f"args is {_shown(args)}: expected positional arguments in a tuple, as in (x,)"
         )
