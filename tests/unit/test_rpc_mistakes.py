@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rallypoint import rpc
 from rallypoint.errors import ConfigError
+from rallypoint.rpc.optim import DistributedOptimizer
 
 
 def leave():
@@ -186,6 +187,12 @@ def test_a_short_secret_in_the_environment_is_refused_and_not_shown(monkeypatch)
 def test_an_argument_that_was_not_put_into_a_tuple_is_shown(alone, args):
     with pytest.raises(TypeError, match=r"args is .*expected positional arguments in a tuple"):
         rpc.rpc_sync("me", add_one, args)
+
+
+@pytest.mark.parametrize("make", [lambda p: [p], lambda _: torch.nn.ReLU(), rpc.RRef])
+def test_parameters_in_place_of_references_to_them_are_refused(alone, make):
+    with pytest.raises(TypeError, match=r"params_rref (is|contains) a .*: expected a list of ref"):
+        DistributedOptimizer(torch.optim.SGD, make(torch.nn.Parameter(torch.ones(2))), lr=0.1)
 
 
 def test_a_timeout_that_is_no_number_is_shown(alone):

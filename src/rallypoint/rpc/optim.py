@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -46,6 +46,13 @@ def _check_class(kind: Any) -> None:
             f"optimizer_class is {_POST_LOCAL_SGD}, which averages over a process group: use it there without a"
             " DistributedOptimizer, or pass the class of the optimizer that it wraps"
         )
+
+
+def _not_references(what: str, found: Any) -> TypeError:
+    return TypeError(
+        f"params_rref {what} a {type(found).__name__}: expected a list of references to parameters, as in"
+        " [rpc.RRef(p) for p in module.parameters()]"
+    )
 
 
 class _LocalOptimizer:
@@ -116,7 +123,8 @@ class DistributedOptimizer:
         args, kwargs: for each of the optimizers, after its parameters.
 
     Raises:
-        TypeError: ``optimizer_class`` is not a class of optimizers, or one that averages over a process group.
+        TypeError: ``optimizer_class`` is not a class of optimizers, or one that averages over a process group; or
+            ``params_rref`` does not contain references.
         PeerLost: a worker that has parameters is gone.
         Exception: what the optimizer's class raised. All workers have answered by then; errors of further workers are
             notes of the first one.
@@ -131,7 +139,11 @@ class DistributedOptimizer:
     ) -> None:
         _check_class(optimizer_class)
         by_owner: dict[WorkerInfo, list[RRef[Any]]] = defaultdict(list)
+        if isinstance(params_rref, RRef) or not isinstance(params_rref, Iterable):
+            raise _not_references("is", params_rref)
         for each in params_rref:
+            if not isinstance(each, RRef):
+                raise _not_references("contains", each)
             by_owner[each.owner()].append(each)
         if not by_owner:
             raise ValueError("params_rref is empty: expected references to parameters")
