@@ -226,4 +226,4 @@ def test_weights_that_a_function_has_left_swapped_are_no_state_to_go_on_from(
 ) -> None:
     done = start(tmp_path / "job", SCRIPT, 2, [[4, 1, "validation"]], "not put back")
     assert done.returncode == 1
-    assert "puts them back in a `finally` block" in " ".join(done.stderr.split())
+    assert "put them back in a `finally` block" in " ".join(done.stderr.split())

@@ -514,7 +514,7 @@ dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
 def test_a_rank_may_come_late_to_a_group_within_the_time_out(tmp_path: Path) -> None:
     done = alone(tmp_path, LATE, "-m", "rallypoint", "run", "--nproc-per-node", "2")
     assert done.returncode == 1
-    assert "1 of 2 ranks came to group '2' within 0.5 s" in done.stderr, done.stderr
+    assert "only 1 of 2 ranks came to group '2' within 0.5 s" in done.stderr, done.stderr
     assert "wait timeout after" not in done.stderr
 
 
@@ -1405,7 +1405,7 @@ def test_leaving_the_loop_behind_a_step_that_was_left_is_an_error(tmp_path: Path
         tmp_path, STRAYED, "-m", "rallypoint", "run", "--nproc-per-node", "2", "--max-losses", "1"
     )
     assert done.returncode != 0
-    assert "was left (break, return) behind a step that a loss had ended" in done.stderr
+    assert "was left (break, return) after a step that a loss had ended" in done.stderr
 
 
 TWICE = """
@@ -1511,4 +1511,4 @@ with elastic.session(net, torch.optim.SGD(net.parameters(), lr=0.1)) as session:
     done = run(words, capture_output=True, text=True)
     assert done.returncode == 1
     said = " ".join(done.stderr.split())
-    assert "the ranks communicate (broadcast) where this loader is iterated" in said
+    assert "the ranks communicate (broadcast) while this loader is iterated" in said

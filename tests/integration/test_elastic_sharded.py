@@ -174,7 +174,7 @@ def checkpointed(folder: Path, workers: int, kind: str, until: int) -> list[str]
     assert done.returncode == 0, done.stderr
     assert "was not written" not in done.stderr, done.stderr
     # Four of these steps may take less time than a file. (The last one, which is loaded, is waited for.)
-    assert done.stderr.count("is left out, and later ones may be") <= 1, done.stderr
+    assert done.stderr.count("is skipped, and later ones may be") <= 1, done.stderr
     _, began, loaded, _, ended, bits = done.stdout.split()
     return [began, loaded, ended, bits]
 

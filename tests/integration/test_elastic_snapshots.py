@@ -140,7 +140,7 @@ def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kin
     ends, said = train(tmp_path / "hurt", SCRIPT, RANKS, faults, kind)
     assert ends == calm
     # Nor is what the session communicates taken for the script's.
-    assert "behind a change" not in said and "outside of a step" not in said
+    assert "after a change" not in said and "outside of a step" not in said
     if kind == "apart":
         assert calm[0][0] != calm[1][0]
 
@@ -175,7 +175,7 @@ def test_a_step_that_needs_a_copy_is_named_before_a_loss(
 ) -> None:
     done = start(tmp_path / "job", SCRIPT, RANKS, [], "default", kind)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "behind a change of parameters" in line]
+    lines = [line for line in done.stderr.splitlines() if "after a change of parameters" in line]
     if not place:
         assert not lines
         return
@@ -183,7 +183,7 @@ def test_a_step_that_needs_a_copy_is_named_before_a_loss(
     number = SCRIPT[: SCRIPT.index(place)].count("\n") + 1
     assert f"train.py:{number} communicates (" in line
     if kind == "late":
-        assert "the first of that step: each rank changes its parameters by itself" in line
+        assert "the first collective of that step: each rank changes its parameters by itself" in line
         assert "Use elastic.session(…, snapshots=True)" in line
     else:
         assert "each step begins with a copy of what the session holds (0.0 MB)" in line

@@ -66,7 +66,7 @@ def test_what_torch_has_written_is_read_as_torch_reads_it(tmp_path: Path) -> Non
     ],
 )
 def test_nothing_else_is_created_or_called(planted: Any) -> None:
-    with pytest.raises(pickle.UnpicklingError, match="which is no part of a checkpoint"):
+    with pytest.raises(pickle.UnpicklingError, match="which is not part of a checkpoint"):
         loaded(pickle.dumps(planted))
 
 

@@ -216,7 +216,7 @@ def test_another_ranks_buffers_find_a_place() -> None:
     same = ours.same
     buffers.take(told)
     assert ours.same is same
-    with pytest.raises(ElasticError, match="0 buffers, those of the others 3"):
+    with pytest.raises(ElasticError, match="0 buffers, those of the other ranks 3"):
         Objects([nn.Linear(1, 1)]).buffers.take(told)
 
 
@@ -334,7 +334,7 @@ def test_groups_that_a_newcomer_cannot_have_are_an_error() -> None:
     both = [[2, 3], [0, 1]]
     optimizer.add_param_group({"params": added})
     assert members(optimizer, parameters) == both
-    with pytest.raises(ElasticError, match="other groups of parameters"):
+    with pytest.raises(ElasticError, match="different parameter groups"):
         add_missing(optimizer, parameters, both[:1], [{}])
     del optimizer.param_groups[1]
     with pytest.raises(ElasticError, match="give their module to elastic.session, too"):

@@ -150,7 +150,7 @@ def test_it_is_a_batch_sampler() -> None:
 
 @pytest.mark.parametrize(("length", "batch_size"), [(0, 4), (4, 0), (-1, 1)])
 def test_wrong_numbers_are_told(length: int, batch_size: int) -> None:
-    with pytest.raises(ValueError, match="expected a number from 1 on"):
+    with pytest.raises(ValueError, match="expected at least 1"):
         elastic.Sampler(length, batch_size)
     with pytest.raises(ValueError, match='keep is .both., expected "global" or "local"'):
         elastic.Sampler(4, 4, keep="both")  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def test_there_is_nothing_to_undo_before_it_is_on(caplog: pytest.LogCaptureFixtu
     size = num_bytes(job.objects.save()).total() / 1e6
     assert record.getMessage() == (
         "elastic.session: train.py:3 communicates. To undo it after a loss, each step begins with a copy of what the session"
-        f" holds ({size:.1f} MB). Two steps need no copy; elastic.session(…, snapshots=True) copies less often"
+        f" holds ({size:.1f} MB). Two separate steps need no copy; elastic.session(…, snapshots=True) copies less often"
     )
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_change_by_themselves_are_told_to_take_snapshots(
     assert not undo.undo()
     (record,) = caplog.records
     assert (
-        "communicates, the first of that step: each rank changes its parameters by itself"
+        "communicates, the first collective of that step: each rank changes its parameters by itself"
         in record.getMessage()
     )
     assert record.getMessage().endswith("Use elastic.session(…, snapshots=True)")
@@ -192,7 +192,7 @@ def test_a_collective_is_late_behind_a_change_and_first_by_its_step() -> None:
     found = late.meet("allreduce", is_late=True)
     assert found is not None and not found.is_first
     assert found.what.endswith(
-        "communicates (allreduce) behind a change of parameters in the same step"
+        "communicates (allreduce) after a change of parameters in the same step"
     )
     assert not late.is_watching
     other = LateCollectives(matters=True)

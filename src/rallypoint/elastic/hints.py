@@ -28,8 +28,8 @@ class Hints:
         """A step begins that is in no loop over batches. A loop around it has to ask where it is."""
         if not self._has_asked:
             self._say(
-                "%s begins a step, and the script has not asked for session.position since the one before. A count of its own (`for step in"
-                " range(n)`) is wrong after a loss: a step that was left does not count, and a new process begins at the present one."
+                "%s begins a step, but the script has not asked for session.position since the step before. A count of its own (`for step in"
+                " range(n)`) is wrong after a loss: an interrupted step does not count, and a new process begins at the present step."
                 " Loop over session.batches(…), or write `while session.position < n:` around one step"
             )
         self._has_asked = False
@@ -37,8 +37,8 @@ class Hints:
     def communicate(self, operation: str) -> None:
         """A collective of the script begins outside of a step."""
         self._say(
-            "%s communicates (%s) outside of a step. If a process is lost there, it raises MembershipChanged, and nothing repeats it. Put it"
-            " into session.step(), or into a function for session.run()",
+            "%s communicates (%s) outside of a step. If a process is lost there, the call raises MembershipChanged, and nothing"
+            " repeats it. Put it into session.step(), or into a function for session.run()",
             operation,
         )
 

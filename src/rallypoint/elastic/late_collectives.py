@@ -71,7 +71,7 @@ class LateCollectives:
             return None
         self.is_watching = False
         place = place_in_script(inspect.currentframe()) or "a step"
-        what = f"{place} communicates ({operation}) behind a change of parameters in the same step"
+        what = f"{place} communicates ({operation}) after a change of parameters in the same step"
         return Late(what, is_first)
 
 

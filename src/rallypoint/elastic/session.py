@@ -85,8 +85,8 @@ class Session:
         self._num_copies = copies
         if checkpoints is not None and objects.has_zero:
             raise ElasticError(
-                "elastic.session: checkpoint= cannot keep a ZeroRedundancyOptimizer, whose state is sharded by parameters;"
-                " fully_shard shards an optimizer's state, too"
+                "elastic.session: checkpoint= cannot keep a ZeroRedundancyOptimizer, whose state is sharded by parameters."
+                " Use fully_shard, which also shards the optimizer's state"
             )
         self._objects = objects
         self._leftover = Leftover(objects)
@@ -200,14 +200,14 @@ class Session:
         """
         if 0 < count <= self._counted_epochs:
             raise ElasticError(
-                f"session.epochs({count}) has no epochs left: an earlier session.epochs({self._counted_epochs}) has counted that many."
-                f" The count is that of all epochs: write session.epochs({self._counted_epochs + count}) for {count} more"
+                f"session.epochs({count}) has no epochs left: an earlier session.epochs({self._counted_epochs}) has already counted that many."
+                f" The count is the total of both: write session.epochs({self._counted_epochs + count}) for {count} more"
             )
         self._counted_epochs = count
         if self._loops_outside and self._resumes:
             raise ElasticError(
-                "session.epochs was called behind a loop over session.batches that is in no epoch: a process that begins in the"
-                " midst of an epoch would take that loop for one of the epoch's. Put the loop into an epoch"
+                "session.epochs was called after a loop over session.batches that is in no epoch: a process that begins in the"
+                " middle of an epoch would mistake that loop for one of the epoch's. Put the loop into an epoch"
             )
         self._in_epochs = True
         for epoch in range(self._course.place.epoch, count):
@@ -344,7 +344,7 @@ class Session:
             return self
         if kept is None or kept.groups.default is None:
             raise ElasticError(
-                "elastic.session: this process has no group over Gloo or NCCL that can be kept; call"
+                "elastic.session: this process has no Gloo or NCCL group that a session can keep; call"
                 " torch.distributed.init_process_group() after `import rallypoint.elastic`, before the session. (launch_subprocesses"
                 " forms the group before it calls a function: import the package in the function's module, or in `setup`)"
             )
@@ -493,9 +493,9 @@ class Session:
     def _check_way(self) -> None:
         if self._course.has_strayed:
             raise ElasticError(
-                "a loop over session.batches was left (break, return) behind a step that a loss had ended, so that step does"
-                " not come again here, and the ranks part. Leave the loop because of something that only a complete step"
-                " changes, such as `session.position >= n`"
+                "a loop over session.batches was left (break, return) after a step that a loss had ended: this rank would not"
+                " repeat that step, but others do. Leave the loop only on a condition that a complete step changes, such as"
+                " `session.position >= n`"
             )
 
     # -- steps ------------------------------------------------------------------------------------
@@ -504,11 +504,11 @@ class Session:
         course = self._course
         self._check_way()
         if self._in_step:
-            raise ElasticError("session.step() within session.step(): a step contains no other")
+            raise ElasticError("session.step() within session.step(): steps cannot be nested")
         if self._meeting is not None and (join_blocks.is_open() or self._objects.is_joined):
             raise ElasticError(
                 "session.step() within a Join block: the ranks may be in different steps, so a loss there could not be recovered from."
-                " Open the block within the step, around its micro-batches; or have an elastic.Sampler share the samples"
+                " Open the block within the step, around its micro-batches; or let an elastic.Sampler divide the samples"
             )
         if course.of_step() is Doing.REHEARSE:
             self._prepare_rehearsal(None).enter()
@@ -593,8 +593,8 @@ class Session:
         self._leftover.add(begun.gradients)
         if self._leftover.is_used:
             raise ElasticError(
-                "a step ended with gradients, and their optimizer has not stepped in it, but a later step uses them: they would be"
-                " lost with a process. Put all passes of an accumulation into one session.step()"
+                "a step left gradients without stepping their optimizer, and a later step uses them: if a process is lost, so are its"
+                " gradients. Put all passes of an accumulation into one session.step()"
             )
 
     def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -605,8 +605,8 @@ class Session:
     def _before_collective(self, group: KeptGroup, operation: str) -> None:
         if self._fetches:
             raise ElasticError(
-                f"session.batches: the ranks communicate ({operation}) where this loader is iterated, but a process that takes a lost one"
-                " over iterates alone. Give it a DataLoader with an elastic.Sampler. (accelerate: leave that out of `prepare`, or set"
+                f"session.batches: the ranks communicate ({operation}) while this loader is iterated, but a process that replaces a lost"
+                " one iterates alone. Pass a DataLoader with an elastic.Sampler. (accelerate: leave the loader out of `prepare`, or set"
                 " DataLoaderConfiguration(use_seedable_sampler=True))"
             )
         if self._memory is not None and operation not in torch_private.POINT_TO_POINT:
@@ -632,8 +632,8 @@ class Session:
         if error is None and not self._in_step and self._course.is_void:
             lost = self._meeting.history[-1]
             behind = (
-                "the step that was left comes again, and its process does not come to this collective: communicate in"
-                " session.step() or session.run()"
+                "the interrupted step is repeated, and the process that replaces the lost one does not reach this collective:"
+                " communicate in session.step() or session.run()"
             )
             return MembershipChanged(lost.ranks, f"{lost.why}; {behind}")
         return self._meeting.change(error)
@@ -752,27 +752,27 @@ class Session:
         self._check_way()
         if self._course.in_batches:
             raise ElasticError(
-                "session.batches: a loop began while another one is under way (zip, or one within the other; or a loop was left,"
-                " and a variable holds its iterator: close() it). Have one loop only: `session.batches` over an object that"
-                " gives the batches of both loaders, or iterate over the inner loader without it"
+                "session.batches: a loop began while another one is under way (zip, or nested loops; or a loop was left, but a"
+                " variable still holds its iterator: close() it). Use a single loop: `session.batches` over an object that"
+                " yields the batches of both loaders, or iterate over the inner loader without `session.batches`"
             )
         self._iterations += 1
         self._loops_outside = self._loops_outside or not self._course.in_epoch
         if self._iterations > 1 and not self._in_epochs and self._resumes:
             raise ElasticError(
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
-                " that takes a lost one over, or the next start, can begin in the present epoch"
+                " that replaces a lost one, or the next start, can begin in the present epoch"
             )
         if what := begun_in(loader):
             raise ElasticError(
-                f"session.batches: a {type(loader).__name__} has begun to iterate over a loader whose {what} the session sets where the"
-                " loop begins; have the session's loop within: `enumerate(session.batches(loader))` instead of"
+                f"session.batches: a {type(loader).__name__} has begun to iterate over a loader whose {what} the session can set only"
+                " before that; put session.batches inside: `enumerate(session.batches(loader))` instead of"
                 " `session.batches(enumerate(loader))`"
             )
         if self._meeting is not None and self._objects.keeps_snapshots and iter(loader) is loader:
             raise ElasticError(
-                f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss leads back to an earlier"
-                " batch; give a list, a DataLoader, or another object whose iteration begins anew each time"
+                f"session.batches: a {type(loader).__name__} can be iterated only once, but a loss takes the loop back to an earlier"
+                " batch; pass a list, a DataLoader, or another object that can be iterated again"
             )
 
     def _fetched(self, iterator: Iterator[T]) -> T:
@@ -862,7 +862,7 @@ def session(
         copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
             buffers), its own node among them: so many nodes less one may be lost at once.
         snapshots: keep each rank's whole state in snapshots, as sharded state is. For ranks whose parameters or optimizers differ, and for steps
-            that communicate behind a change of parameters (sharpness-aware optimizers, two optimizers with a backward pass between
+            that communicate after a change of parameters (sharpness-aware optimizers, two optimizers with a backward pass between
             them) where a copy of the state in each step is too much. ``LBFGS``, communication hooks with a state and averages of
             models need no such word.
     Returns:

@@ -16,7 +16,7 @@ from .state.copied import num_bytes
 from .state.objects import Objects, Saved
 
 
-_INSTEAD = "Two steps need no copy; elastic.session(…, snapshots=True) copies less often"
+_INSTEAD = "Two separate steps need no copy; elastic.session(…, snapshots=True) copies less often"
 
 
 def room_on(device: torch.device) -> float:
@@ -54,7 +54,7 @@ class Undo:
         self._is_on = not late.is_first
         if late.is_first:
             self._tell(
-                ", the first of that step: each rank changes its parameters by itself. Nobody else has what a lost rank had then. Use"
+                ", the first collective of that step: each rank changes its parameters by itself, and no other rank has what a lost one had. Use"
                 " elastic.session(…, snapshots=True)"
             )
 

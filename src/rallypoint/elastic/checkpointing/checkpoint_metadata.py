@@ -53,7 +53,7 @@ def load(file: IO[bytes]) -> Metadata:
 def _member(kind: Any, name: Any) -> Any:
     """By ``getattr``, Python 3.11.0 to 3.11.3 pickle members of an enum."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
-        raise pickle.UnpicklingError("it asks for an attribute, which is no part of a checkpoint")
+        raise pickle.UnpicklingError("it asks for an attribute, which is not part of a checkpoint")
     return kind[name]
 
 
@@ -71,12 +71,12 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
         for each in known:
             if (module, name) == (each.__module__, each.__qualname__):
                 return each
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint")
 
     def build(self) -> None:
         # With one of the classes themselves as the object, this would change it for the whole process.
         if not isinstance(self.stack[-2], torch_private.metadata_classes()):
-            raise pickle.UnpicklingError("it changes an object that it has not created")
+            raise pickle.UnpicklingError("it changes an object that it did not create")
         PythonUnpickler.load_build(self)
 
 

@@ -105,7 +105,7 @@ class State:
             try:
                 self._restore(each, state[role], keeps_types=keeps_types)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ElasticError(f"its {role!r} is that of another object: {error}") from error
+                raise ElasticError(f"its {role!r} belongs to another object: {error}") from error
 
     def _state_of(self, given: Any) -> Any:
         if isinstance(given, nn.Module):

@@ -79,9 +79,7 @@ class Checkpoints:
     def __init__(self, where: str | os.PathLike[str], every: int, keep: int) -> None:
         for name, value in (("checkpoint_every", every), ("checkpoint_keep", keep)):
             if value < 1:
-                raise ValueError(
-                    f"elastic.session: {name} is {value!r}, expected a number from 1 on"
-                )
+                raise ValueError(f"elastic.session: {name} is {value!r}, expected at least 1")
         self._storage: Storage = storage_at(where)
         self._every, self._keep = every, keep
         self._state = State(())
@@ -160,7 +158,7 @@ class Checkpoints:
             part = "it is" if isinstance(error, FileExistsError) else "a part of the path is"
             raise ElasticError(
                 f"elastic.session: checkpoints cannot be kept at {self._storage}: {part} a file, and a folder was"
-                " expected; name another one as checkpoint=, which need not be there yet"
+                " expected; pass another one as checkpoint= (it need not exist yet)"
             ) from error
         except Exception as error:
             raise ElasticError(
@@ -188,7 +186,7 @@ class Checkpoints:
     def _pass_over(self, entry: Entry, why: object) -> None:
         self._passed_over |= {entry.name}
         _log.warning(
-            "the checkpoint %s at %s is damaged, so an earlier one is looked for: %s",
+            "the checkpoint %s at %s is damaged, trying an earlier one: %s",
             *(entry.name, self._storage, why),
         )
 
@@ -200,15 +198,15 @@ class Checkpoints:
             state = checkpoint_files.read(self._storage, name, self._state.owners())
         except Exception as error:
             raise ElasticError(
-                f"elastic.session: rank {self._rank} cannot read the checkpoint {name} at {self._storage}, which rank 0 has"
-                f" found whole: {error}. All nodes need access to the same place"
+                f"elastic.session: rank {self._rank} cannot read the checkpoint {name} at {self._storage}, which rank 0"
+                f" found intact: {error}. All nodes need access to the same storage"
             ) from error
         try:
             self._state.restore(state)
         except ElasticError as error:
             raise ElasticError(
-                f"elastic.session: the checkpoint {name} at {self._storage} does not fit: {error}. Give another place to"
-                " begin anew"
+                f"elastic.session: the checkpoint {name} at {self._storage} does not fit: {error}. To start from"
+                " scratch, pass another place as checkpoint="
             ) from error
         self._newest = record.step
         if self._rank == 0:
@@ -293,7 +291,7 @@ class Checkpoints:
         if not self._is_slow:
             self._is_slow = True
             _log.warning(
-                "writing a checkpoint takes longer than %d steps: the one of step %d is left out, and later ones may be",
+                "writing a checkpoint takes longer than %d steps: the one of step %d is skipped, and later ones may be, too",
                 *(self._every, step),
             )
 
@@ -430,7 +428,7 @@ class Checkpoints:
             if "still writing" in record:
                 raise _StillWriting
             if "problem" in record:
-                raise ElasticError(f"rank {number} has not written its part: {record['problem']}")
+                raise ElasticError(f"rank {number} did not write its part: {record['problem']}")
             found.append(Part.from_json(record))
         return found
 
@@ -445,7 +443,7 @@ class Checkpoints:
             try:
                 found.append(board.await_note(key % rank, deadline.remaining() or 0.0))
             except Exception as error:
-                raise ElasticError(f"rank {rank} did not give its part ({error})") from error
+                raise ElasticError(f"rank {rank} did not send its part ({error})") from error
         return found
 
     def _prune(self, written: str) -> None:

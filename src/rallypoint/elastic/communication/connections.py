@@ -140,7 +140,7 @@ class Wiring:
             here = int(self.store().peek(f"{self._prefix}/{place}gathered") or here)
             what = f"group {name.partition('@')[0]!r}" if name else "a meeting"
             raise TimeoutError(
-                f"{here} of {size} ranks came to {what} within {timeout:g} s; a longer time is init_process_group(timeout=…)"
+                f"only {here} of {size} ranks came to {what} within {timeout:g} s; to wait longer, set init_process_group(timeout=…)"
             ) from None
 
     def set(self, key: str, value: bytes) -> None:

@@ -124,7 +124,7 @@ class Groups:
         for group in self._groups:
             if group.span is None:
                 raise ElasticError(
-                    f"a group of ranks {list(group.members)}, made in the session, does not fit another number of ranks"
+                    f"the group of ranks {list(group.members)}, made in the session, cannot be adapted to a different number of ranks"
                 )
             members = group.span.members(self._replica, rank, ranks)
             group.resize(members.index(rank), members)

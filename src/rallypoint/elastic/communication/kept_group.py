@@ -273,8 +273,8 @@ class KeptGroup(dist.ProcessGroup):
             return None if work is None else StreamWork(work, self._refuse_after_loss)
         if torch.cuda.is_current_stream_capturing():
             raise ElasticError(
-                f"elastic.session: a collective of group {self.kept_name!r} in a CUDA graph cannot be kept: the graph would go on using"
-                " connections that a loss ends. Leave collectives out of graphs"
+                f"elastic.session: a collective of group {self.kept_name!r} is captured in a CUDA graph: the graph would go on using"
+                " connections that a loss closes. Keep collectives out of CUDA graphs"
             )
         is_later = self._stream.call_behind_backward(lambda: self._settle(None))
         if work is not None:
@@ -295,8 +295,8 @@ class KeptGroup(dist.ProcessGroup):
         self._check()
         if not is_in_time:
             raise RuntimeError(
-                f"NCCL: timed out waiting for a collective of group {self.kept_name!r} to end, for {seconds:g} s;"
-                " a longer time is init_process_group(timeout=…)"
+                f"NCCL: timed out after {seconds:g} s, waiting for a collective of group {self.kept_name!r} to end;"
+                " to wait longer, set init_process_group(timeout=…)"
             )
 
     def _refuse_after_loss(self, timeout: timedelta | None) -> None:

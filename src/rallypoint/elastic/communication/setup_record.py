@@ -115,14 +115,14 @@ class Replay:
 
     def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
         if operation in torch_private.POINT_TO_POINT:
-            rank_watch.bind(f"{operation} exchanges messages with certain ranks")
+            rank_watch.bind(f"{operation} exchanges messages with specific ranks")
             return self._run_message(group, operation, args)
         left = self._left.get(group.kept_name)
         if left is None:
             left = self._left[group.kept_name] = iter(self._load(group))
         data = self._next(left, group, operation)
         if data and operation not in torch_private.SAME_FOR_ALL:
-            rank_watch.bind(f"{operation} gives each rank a result of its own")
+            rank_watch.bind(f"{operation} gives each rank its own result")
         if data is not None and args:
             for tensor, value in zip(flat(args[0]), data, strict=True):
                 _fill(tensor, value)
@@ -148,8 +148,8 @@ class Replay:
         recorded, data = next(left, ("", None))
         if recorded != operation:
             raise ElasticError(
-                f"rank {group.members[group.rank()]}, which replaces a lost one, calls {operation} during its set-up,"
-                f" where the first start called {recorded or 'nothing'}: everything before the session must run"
+                f"the process that replaces rank {group.members[group.rank()]} calls {operation} during its set-up,"
+                f" but the first start called {recorded or 'nothing'}: everything before the session must run"
                 " the same way each time"
             )
         return data

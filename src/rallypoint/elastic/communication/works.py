@@ -22,7 +22,7 @@ from .waiters import Call
 
 # Seconds of one slice: so late somebody learns at worst that a collective was given up.
 SLICE = 0.25
-GIVEN_UP = "the connections of this collective were shut, as a member is lost"
+GIVEN_UP = "the connections of this collective were closed because a member was lost"
 
 T = TypeVar("T")
 # What a failed collective raises instead, if a loss explains it; of None: whether a loss was told already.

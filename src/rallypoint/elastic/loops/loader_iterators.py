@@ -134,7 +134,7 @@ class LoaderIterators:
         batch, rest = divmod(own.place.batch * ranks_before, now)
         if rest and (now == 1 or dist.get_rank() == 0):
             _log.warning(
-                "%d batches of %d ranks are no whole number of batches of %d: the last %d come again",
+                "%d batches on each of %d ranks do not divide evenly among %d ranks: the last %d batches are trained on again",
                 *(own.place.batch, ranks_before, now, rest),
             )
         self._course.place = replace(own.place, batch=batch)

@@ -52,7 +52,7 @@ class LocalValues(dict[str, Any]):
             largest = max(self, key=lambda key: len(json.dumps(self[key])))
             raise ElasticError(
                 f"session.local holds {len(data):,} bytes, at most {LIMIT:,} are kept with each step; the largest value is"
-                f" {largest!r}. Give the session an object with state_dict and load_state_dict if all ranks have it alike"
+                f" {largest!r}. If it is the same on all ranks, give the session an object with state_dict and load_state_dict that holds it"
             )
         return data
 

@@ -62,7 +62,7 @@ class Sampler(TorchSampler[list[int]]):
             raise ValueError(f'elastic.Sampler: keep is {keep!r}, expected "global" or "local"')
         for name, value in (("length", length), ("batch_size", batch_size)):
             if value < 1:
-                raise ValueError(f"elastic.Sampler: {name} is {value}, expected a number from 1 on")
+                raise ValueError(f"elastic.Sampler: {name} is {value}, expected at least 1")
         self._length, self._batch_size = length, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._group = group
@@ -89,8 +89,8 @@ class Sampler(TorchSampler[list[int]]):
         sizes = ((0, now),) if sizes is None else tuple(sizes)
         if not sizes or sizes[0][0] != 0 or sizes[-1][1] != now:
             raise ValueError(
-                f"elastic.Sampler: sizes are {list(sizes)}, expected some from step 0 on that end with the present number"
-                f" of ranks ({now})"
+                f"elastic.Sampler: sizes is {list(sizes)}, expected the first entry at step 0, and the present number of"
+                f" ranks ({now}) in the last one"
             )
         self._epoch, self._first, self._sizes = epoch, step, sizes
 
@@ -129,7 +129,7 @@ class Sampler(TorchSampler[list[int]]):
         _, left = self._bounds(len(self) - 1) if len(self) else (0, 0)
         if left < self._length:
             _log.warning(
-                "elastic.Sampler: the last %d samples of epoch %d are left out: fewer than there are ranks",
+                "elastic.Sampler: the last %d samples of epoch %d are left out: there are fewer of them than ranks",
                 self._length - left,
                 self._epoch,
             )

@@ -155,19 +155,19 @@ def judge(standings: Sequence[Standing]) -> Verdict:
         if each.whole and first.whole and each.fingerprint != first.fingerprint:
             raise ElasticError(
                 f"ranks {first.rank} and {each.rank} begin with different parameters. A session keeps replicated state: wrap"
-                " the model in DistributedDataParallel, or give all ranks the same seed or checkpoint. If they are to differ, give"
-                " elastic.session snapshots=True"
+                " the model in DistributedDataParallel, or give all ranks the same seed or checkpoint. If they are meant to differ,"
+                " use elastic.session(…, snapshots=True)"
             )
     whole = [each for each in standings if each.whole]
     if not whole and all(each.waits for each in standings):
         raise ElasticError(
-            "no rank is left that has the state: those that had it were lost while the others waited for it"
+            "no remaining rank has the state: those that had it were lost while the others waited for it"
         )
     if not whole:
         raise ElasticError(
-            "no rank has a whole state: the step failed after it had changed parameters (optimizer.step, an average, a clamp),"
-            " on all ranks, and there was no copy of them yet. Keep what communicates behind such a change outside of session.step(), or give"
-            " elastic.session snapshots=True; a function that session.run runs with other weights puts them back in a `finally` block"
+            "no rank has a complete state: the step failed after it had changed parameters (optimizer.step, an average, a clamp)"
+            " on all ranks, and there was no copy of them yet. Move collectives that come after such a change out of session.step(), or use"
+            " elastic.session(…, snapshots=True). A function that session.run runs with other weights has to put them back in a `finally` block"
         )
     furthest = max(each.steps for each in whole)
     source = min((each for each in whole if each.steps == furthest), key=lambda each: each.rank)
@@ -189,7 +189,7 @@ def _go_back(standings: Sequence[Standing]) -> Verdict:
             for rank, found in held.items()
         )
         raise ElasticError(
-            f"no snapshot of the state is whole on all ranks (of these steps they have one: {told})"
+            f"no snapshot of the state is complete on all ranks (they have snapshots of these steps: {told})"
         )
     fetches = tuple(
         next(fetch for held, fetch in sources[each.rank] if held == snapshot)

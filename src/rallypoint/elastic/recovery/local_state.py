@@ -177,7 +177,7 @@ def _emptied(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor | None
         if torch_private.is_sharded(state):
             if owner is None or not torch_private.is_sharded_alike(state, owner):
                 raise ElasticError(
-                    "elastic.session: an object's state has a tensor that is sharded in another way than the parameter it"
+                    "elastic.session: an object's state has a tensor that is sharded differently from the parameter it"
                     " belongs to; snapshots cannot hold it"
                 )
             kind = _SHARD

@@ -374,7 +374,7 @@ class Meeting:
             # Where the number of ranks changes, it may be one more.
             if standings[verdict.source].ranks == len(standings):
                 _log.warning(
-                    "the random state of rank %d was lost with its node: it continues with that behind the script's set-up",
+                    "the random state of rank %d was lost with its node: it continues with the one after the script's set-up",
                     self._rank,
                 )
 

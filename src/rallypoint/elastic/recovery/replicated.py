@@ -272,7 +272,8 @@ class Replicated:
         own, is_exact = next((each for each in known if each[0] is not None), (None, False))
         if own is None:
             _log.warning(
-                "this rank's random state at step %d is not known; it continues with another", steps
+                "this rank's random state at step %d is not known; it continues with a different one",
+                steps,
             )
             return
         own.newest.restore()

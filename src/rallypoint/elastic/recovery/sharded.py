@@ -152,7 +152,7 @@ class Sharded:
                 now = RandomState.now()
                 own = replace(own, random=now, place=own.place.with_other_generators(now))
                 _log.warning(
-                    "rank %d has its part of the state from another replica: its random state is that behind the script's set-up",
+                    "rank %d got its part of the state from another replica: its random state is the one after the script's set-up",
                     dist.get_rank(),
                 )
             own.random.restore()
@@ -167,8 +167,8 @@ class Sharded:
                 begun.random.restore()
         elif scope != self._scope:
             raise ElasticError(
-                f"a loss leads back to step {own.steps} of {course.steps}, before the beginning or behind a break of the loop"
-                " over session.batches that is under way"
+                f"after a loss, training would have to go back from step {course.steps} to step {own.steps}, across the beginning"
+                " or a break of a loop over session.batches"
             )
         else:
             own.random.restore()
@@ -179,8 +179,8 @@ class Sharded:
         self._keep(even_early=True)
         if self._course.steps < before:
             raise ElasticError(
-                f"a loss at the end of the session leads back to step {self._course.steps} of {before}, and the loop that would"
-                " redo these steps has ended; session.batches can go back"
+                f"after a loss at the end of the session, training would have to go back from step {before} to step"
+                f" {self._course.steps}, but the loop that would redo these steps has ended. A loop over session.batches can go back"
             )
 
     def close(self) -> None:

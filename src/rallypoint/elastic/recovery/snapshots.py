@@ -177,7 +177,7 @@ class Snapshots:
         """
         if not self._slots.complete(held, size, checksum):
             raise ElasticError(
-                f"this rank's part of the snapshot of step {held.steps} has come damaged from another node"
+                f"this rank's part of the snapshot of step {held.steps} arrived damaged from another node"
             )
 
     def restore(self, held: Held) -> OwnState:

@@ -142,7 +142,7 @@ class Copies:
         if not self._has_warned and not isinstance(error, ConnectionError):
             self._has_warned = True
             _log.warning(
-                "rank %d cannot copy its state to rank %d at %s:%d (%s): the loss of its node would take it",
+                "rank %d cannot copy its state to rank %d at %s:%d (%s): if its node is lost, so is the state",
                 *(self._rank, rank, door.host or self._store_host, door.port, error),
             )
 
@@ -235,5 +235,5 @@ def _await(line: Line, kind: int, number: int) -> None:
     while True:
         for frame in line.read(None):
             if (frame.kind, frame.call) != (kind, number):
-                raise ProtocolError("a partner gives another answer than expected")
+                raise ProtocolError("a partner sent an unexpected answer")
             return

@@ -157,8 +157,8 @@ class Buffers:
         places = self._places()
         if len(places) != len(told):
             raise ElasticError(
-                f"the modules of this rank have {len(places)} buffers, those of the others {len(told)}: register them before"
-                " the session, on all ranks"
+                f"the modules of this rank have {len(places)} buffers, those of the other ranks {len(told)}: register the same"
+                " buffers on all ranks, before the session"
             )
         made: dict[int, torch.Tensor] = {}
         used: set[int] = set()

@@ -42,7 +42,7 @@ def of_no_module(
             found.update((id(each), each) for each in group["params"] if id(each) not in held)
     if any(map(torch_private.is_sharded, found.values())):
         raise ElasticError(
-            "elastic.session: an optimizer has sharded parameters that belong to no module of the session; give it their"
-            " module, too"
+            "elastic.session: an optimizer has sharded parameters that belong to no module of the session; give the session"
+            " their module, too"
         )
     return [LooseParameters(found.values())] if found else []

@@ -424,8 +424,8 @@ class Objects:
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         _log.log(
             logging.WARNING if is_first else logging.DEBUG,
-            "elastic.session: %s, which a process that takes a lost rank over cannot read: the job would fail then. Keep numbers,"
-            " texts, tensors, and lists and dicts of these in it, or name the class to torch.serialization.add_safe_globals",
+            "elastic.session: %s, which a process that replaces a lost rank cannot read: the job would fail then. Keep only numbers,"
+            " strings, tensors, and lists and dicts of these in it, or pass the class to torch.serialization.add_safe_globals",
             found,
         )
 
@@ -438,8 +438,8 @@ class Objects:
         structure, tensors = self._state()
         if found := self._unreadable(structure["rest"]):
             raise ElasticError(
-                f"{found}, which a process that takes a lost rank over cannot read. Keep numbers, texts, tensors, and lists and"
-                " dicts of these in it, or name the class to torch.serialization.add_safe_globals"
+                f"{found}, which a process that replaces a lost rank cannot read. Keep only numbers, strings, tensors, and lists and"
+                " dicts of these in it, or pass the class to torch.serialization.add_safe_globals"
             )
         head = io.BytesIO()
         torch.save(structure, head)
@@ -465,7 +465,7 @@ class Objects:
         received = data.numel() + 8
         if structure["modules"] != _shapes(self._parameters):
             raise ElasticError(
-                "the modules of this rank have other shapes or types than the others'"
+                "the parameters of this rank differ in shape or type from those of the other ranks"
             )
         self.buffers.take(structure["buffers"])
         tensors = [

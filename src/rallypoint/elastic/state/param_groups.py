@@ -45,15 +45,15 @@ def add_missing(
     kind = type(optimizer).__name__
     if own != wanted[: len(own)]:
         raise ElasticError(
-            f"elastic.session: a {kind} of this rank has other groups of parameters ({len(own)}) than that of the others"
-            f" ({len(wanted)}): make it alike on all ranks before the session, and change it by add_param_group only"
+            f"elastic.session: a {kind} on this rank has different parameter groups ({len(own)}) from that on the other ranks ({len(wanted)}):"
+            " create it the same way on all ranks before the session, and change its groups only with add_param_group"
         )
     for numbers, given in zip(wanted[len(own) :], options[len(own) :], strict=True):
         found = [parameters[each] for each in numbers if each is not None]
         if len(found) < len(numbers):
             raise ElasticError(
                 f"elastic.session: add_param_group has given a {kind} parameters that belong to no module of the session, so a"
-                " process that takes a lost rank over cannot find them: give their module to elastic.session, too"
+                " process that replaces a lost rank cannot find them: give their module to elastic.session, too"
             )
         more = {key: each for key, each in given.items() if key not in {"params", "param_names"}}
         named = zip(given["param_names"], found, strict=True) if "param_names" in given else found

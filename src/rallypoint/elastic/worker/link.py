@@ -133,7 +133,7 @@ class Link:
         else:
             socket.send_fds(self._socket, [data], [memory])
         if self.wait(-1, ANSWER_PATIENCE) is None:
-            raise ElasticError("the supervisor does not answer; is it of the same version?")
+            raise ElasticError("the supervisor does not answer; is it the same rallypoint version?")
         taken, self._memory = self._memory, None
         return taken
 

@@ -105,8 +105,8 @@ class KeptProcess:
         """
         if self._has_entered:
             raise ElasticError(
-                "elastic.session: this script has had a session already. A process that takes a lost one over begins at the"
-                " script's first line, and would not find the second one: give one session the objects of both, and choose what"
+                "elastic.session: this script has had a session already. A process that replaces a lost one begins at the"
+                " script's first line, and would not reach the second session: give one session the objects of both, and choose what"
                 " to train by the epoch of `session.epochs` or by `session.position`"
             )
         self._has_entered = True
@@ -123,7 +123,7 @@ class KeptProcess:
         if not self._is_spare:
             return
         if sharded:
-            rank_watch.bind("the state is sharded, and its parts are given out")
+            rank_watch.bind("the state is sharded, and its parts are assigned")
         variables, streams = self.link.await_place(rank_watch.why_bound())
         self._is_spare = False
         self._known.clear()  # of the rank that it has run the set-up as
@@ -258,7 +258,7 @@ class KeptProcess:
             return value
         except TimeoutError:
             raise ElasticError(
-                f"the record of the set-up of rank {self._rank} was lost with the nodes that had it"
+                f"the record of the set-up of rank {self._rank} was lost with the nodes that held it"
             ) from None
         except RendezvousConnectionError:
             return None
