@@ -265,7 +265,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "codes": codes,
         "left": len(left),
         "nodes_that_left_by_themselves": park.returned,
-        "changes_of_size": logs.count(" ranks go on, where there were "),
+        "changes_of_size": logs.count(" ranks go on instead of "),
         "restarts_of_all": logs.count("; restarting all workers"),
         "ends": ends,
         "folder": str(folder),

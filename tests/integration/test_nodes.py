@@ -473,7 +473,7 @@ def test_hosts_whose_names_lead_to_the_loopback_train_together(
     assert {r["sum"] for node in nodes for r in node.records()} == {6.0}
     for index, node in enumerate(nodes):
         (line,) = [each for each in node.says().splitlines() if "SOCKET_IFNAME" in each]
-        assert f"the name host{index} leads to 127.0.1.1" in line
+        assert f"the name host{index} resolves to 127.0.1.1" in line
 
 
 @pytest.mark.netns

@@ -226,5 +226,5 @@ def test_a_spare_of_a_script_that_asks_for_its_rank_is_that_rank_only(
     _, err, ends, last = job.end()
     assert ends == calm
     assert last[2] == spare
-    assert "can take over rank 2 only: train.py:5 asks for the rank before the session" in err
+    assert "can take over only rank 2: train.py:5 asks for the rank before the session" in err
     assert "rank 1 was killed by SIGKILL; another process takes its place" in err

@@ -210,7 +210,7 @@ def test_an_origin_that_was_not_in_the_first_round_keeps_nobody():
         [member(0, **told), member(1, origin=4, **told), member(2, **told)], [2, 2, 1]
     )
     assert lost is None
-    assert why.startswith("what newcomers need")
+    assert why.startswith("the set-up record that new workers need")
 
 
 @pytest.mark.parametrize(

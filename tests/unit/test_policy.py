@@ -634,7 +634,7 @@ def test_a_worker_that_is_lost_again_before_it_arrives_is_replaced_again():
 
 OUTSIDE = "not all workers are in the session (missing: {})"
 OVER = "another worker has left the session"
-NOBODY = "no worker is left that has the session's state"
+NOBODY = "no remaining worker has the session's state"
 
 
 @pytest.mark.parametrize(

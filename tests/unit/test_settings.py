@@ -495,7 +495,7 @@ def test_an_empty_log_folder_is_none():
         ("--event-log-handler console x.py", "--event-log-handler has no effect"),
         ("--logs-specs mine x.py", "--logs-specs has no effect"),
         ("--run-path x.py", "--run-path has no effect"),
-        ("--start-method spawn x.py", "scripts are started by exec here"),
+        ("--start-method spawn x.py", "scripts are started with exec here"),
         ("--start-method exec --preload numpy x.py", "--preload has no effect"),
         ("--nnodes 2 x.py", "--node-rank is not given: this is node 0"),
         ("--node-rank 3 x.py", "--node-rank 3 has no effect: the job has one node"),

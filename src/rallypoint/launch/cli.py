@@ -20,9 +20,9 @@ usage: rally COMMAND …
   rally run [flags] script.py [args]   start, watch and explain a distributed PyTorch job
   rally submit slurm|k8s|ssh|ray … -- …   hand such a job to Slurm, Kubernetes, hosts or Ray
   rally ps [JOB]                       list the jobs of this user on this host
-  rally top [JOB]                      show what each worker uses, live; the odd ones are marked
+  rally top [JOB]                      show what each worker uses, live, and mark the odd ones
   rally stacks [JOB]                   show where each worker is, the odd ones out first
-  rally memory [JOB]                   show what the memory of each worker is: private, shared, by mapping
+  rally memory [JOB]                   show the memory of each worker: private, shared, by mapping
   rally logs [JOB | FOLDER]            show what the workers have written
   rally profile [JOB]                  record what the workers do for some seconds, as one trace
   rally web [JOB]                      serve a page about the jobs on this host

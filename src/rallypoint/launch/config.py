@@ -274,7 +274,7 @@ class LaunchConfig:
         role: ROLE_NAME of the workers.
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
         cause_timeout: seconds between a failure that is only a symptom and SIGTERM for the others.
-        signals: signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP do without being named.
+        signals: signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP always do so.
         quit_shows_stacks: SIGQUIT does not end the job, though it is one of them: it shows where the workers are.
         passed_signals: signals that are forwarded to the workers, and the job goes on.
         sigterm_repeats: SIGTERM may come several times for one reason, and does not shorten the grace period then.

@@ -22,7 +22,7 @@ from typing import Any, Self
 from . import fields
 
 
-_NO_RECORDS = "what newcomers need to run the script's set-up is lost with the nodes that had it"
+_NO_RECORDS = "the set-up record that new workers need is lost with the nodes that had it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +187,7 @@ def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tupl
     if len(same) != 1:
         return None, "the nodes hold workers of different rounds"
     if not any(each.has_state for _, each in keepers.values()):
-        return None, "no worker is left that has the session's state"
+        return None, "no remaining worker has the session's state"
     ((_, before, first),) = same
     places = {(last, rank) for rank, (last, _) in keepers.items()}
     for last, rank in places:

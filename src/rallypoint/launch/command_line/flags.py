@@ -130,8 +130,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="FILE",
         env=False,
         group=_RESTART,
-        help="a list of hosts that are left out of --hosts, of an elastic job, and of what rally submit slurm asks for: a name on"
-        " each line. rally adds those that were lost or failed (killed, memory, disk, GPU), which count once they have two lines",
+        help="file of hosts, one per line, that --hosts, elastic jobs and rally submit slurm leave out. rally adds hosts that were"
+        " lost or failed (killed, memory, disk, GPU); these are left out once they have two lines",
     ),
     Flag(
         name="--spares",
@@ -161,7 +161,7 @@ FLAGS: tuple[Flag, ...] = (
         env=False,
         group=_RESTART,
         help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is"
-        " (0: never); by default also for ten of the steps that the script reports, up to ten minutes",
+        " (0: never); by default also at least ten of the steps that the script reports, up to ten minutes",
     ),
     Flag(
         name="--on-hang",
@@ -171,8 +171,8 @@ FLAGS: tuple[Flag, ...] = (
         choices=("tell", "restart", "fail"),
         env=False,
         group=_RESTART,
-        help="what to do about it: only tell; restart all workers, which counts as a failure (--max-restarts); or fail. The"
-        " same on every node",
+        help="what to do about a hang: only tell; restart all workers, which counts as a failure (--max-restarts); or fail."
+        " Must be the same on every node",
     ),
     Flag(
         name="--stacks-on-hang",
@@ -186,7 +186,7 @@ FLAGS: tuple[Flag, ...] = (
         own=True,
         env=False,
         group=_RESTART,
-        help="only say who does not come; rally stacks and Ctrl-\\ show where the workers are",
+        help="only say which ranks are missing; rally stacks and Ctrl-\\ show where the workers are",
     ),
     Flag(
         name="--slow-after",
@@ -220,8 +220,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="LIST",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         group=_RESTART,
-        help="signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP do without being named."
-        " Only if it is named does SIGQUIT (Ctrl-\\) end it; otherwise it shows the workers' stacks",
+        help="signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP always do so."
+        " SIGQUIT (Ctrl-\\) does so only if you name it here; otherwise it shows the workers' stacks",
     ),
     Flag(
         name="--signals-to-pass",
@@ -294,7 +294,7 @@ FLAGS: tuple[Flag, ...] = (
         default="0",
         env=False,
         group=_LOGS,
-        help="begin another log file when one has this size (500K, 100M, 2G); four full ones are kept of each (0: no limit)",
+        help="start a new log file when one reaches this size (500K, 100M, 2G); four full ones are kept of each (0: no limit)",
     ),
     Flag(
         name="--metrics",
@@ -322,8 +322,8 @@ FLAGS: tuple[Flag, ...] = (
         env=False,
         group=_LOGS,
         choices=("auto", "lines", "off"),
-        help="how to show what scripts report with rallypoint.progress: auto is a bar on a terminal, otherwise a line now"
-        " and then; or lines; or off",
+        help="how to show what scripts report with rallypoint.progress: auto (a bar on a terminal, otherwise an"
+        " occasional line), lines, or off",
     ),
     Flag(
         name="--node-rank",
@@ -350,8 +350,8 @@ FLAGS: tuple[Flag, ...] = (
         metavar="NAME",
         default="static",
         group=_NODES,
-        help="how nodes meet, as listed below; with static each has its --node-rank, else ranks are assigned"
-        " and lost nodes replaced. Left out: as --rdzv-endpoint and --node-rank imply",
+        help="how nodes meet: one of the backends below. With static, each node has its --node-rank; with the others, ranks are"
+        " assigned and lost nodes replaced. If left out, it follows from --rdzv-endpoint and --node-rank",
     ),
     Flag(
         name="--rdzv-endpoint",
@@ -412,7 +412,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="A,B:8,…",
         group=_NODES,
         env=False,
-        help="start the job on these hosts over ssh, from here; HOST:N: with N workers there",
+        help="start the job on these hosts, over ssh from here; HOST:N starts N workers there",
     ),
     Flag(
         name="--hostfile",
@@ -420,7 +420,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="FILE",
         group=_NODES,
         env=False,
-        help="the same, with a host on each line: HOST, HOST:N, or HOST slots=N",
+        help="like --hosts, from a file with one host per line: HOST, HOST:N, or HOST slots=N",
     ),
     Flag(
         name="--ssh-options",
@@ -428,7 +428,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="OPTIONS",
         group=_NODES,
         env=False,
-        help="for ssh: --ssh-options='-p 2222 -i key'",
+        help="options for ssh: --ssh-options='-p 2222 -i key'",
     ),
     Flag(
         name="--forward-env",
@@ -436,7 +436,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="A,B_*",
         group=_NODES,
         env=False,
-        help="variables that --hosts passes on, beside RALLY_*, PET_*, PYTHON*, TORCH*, NCCL_*, GLOO_*, TP_*, OMP_*",
+        help="variables that --hosts passes on, in addition to RALLY_*, PET_*, PYTHON*, TORCH*, NCCL_*, GLOO_*, TP_*, OMP_*",
     ),
     Flag(
         name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"
@@ -467,13 +467,13 @@ FLAGS: tuple[Flag, ...] = (
         default="",
         group=_START,
         env=False,
-        help="modules to import before the workers fork, beside torch",
+        help="modules to import before the workers fork, in addition to torch",
     ),
     Flag(
         name="--no-learned-preload",
         own=True,
         group=_START,
-        help="do not preload, for restarted workers, the parts of torch and of this package that the workers before them imported",
+        help="for restarted workers, do not preload the parts of torch and rallypoint that earlier workers imported",
     ),
     Flag(
         name="--preflight",
@@ -521,8 +521,8 @@ FLAGS: tuple[Flag, ...] = (
         own=True,
         group=_START,
         env=False,
-        help="replace {rank}, {local_rank}, {node_rank} and {generation} in the script's arguments by the"
-        " worker's own",
+        help="replace {rank}, {local_rank}, {node_rank} and {generation} in the script's arguments with"
+        " the worker's own values",
     ),
     Flag(
         name="--virtual-local-rank",

@@ -235,7 +235,7 @@ def _start(values: Values, kind: TargetKind) -> tuple[StartMethod, str | None]:
     methods = {"spawn": StartMethod.EXEC, "fork": StartMethod.FORKSERVER}
     if word in methods:
         values.remarks.append(
-            f"{values.shown('start_method')} {word}: scripts are started by {methods[word]} here"
+            f"{values.shown('start_method')} {word}: scripts are started with {methods[word]} here"
         )
     method = methods.get(word or "") or StartMethod(word or StartMethod.FORKSERVER)
     python = values.env.get("PYTHON_EXEC")

@@ -127,7 +127,7 @@ def _host(item: str, shown: str) -> Host:
         raise ConfigError(
             shown,
             item,
-            "brackets stand around an IPv6 address only, and ranges are not expanded",
+            "brackets are only for an IPv6 address, and ranges are not expanded",
             'for Slurm\'s lists: --hosts "$(scontrol show hostnames | paste -sd,)"',
         )
     host = name.replace("[", "").replace("]", "")

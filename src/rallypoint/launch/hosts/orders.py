@@ -137,7 +137,7 @@ def least_hosts(given: Given, num_hosts: int) -> int:
     for name in ("--node-rank", "--standalone", "--local-addr", "--bind"):
         if name in given.values:
             raise ConfigError(
-                name, None, "is of one node, and --hosts starts several: leave it out"
+                name, None, "is for one node, but --hosts starts several: leave it out"
             )
     text = given.values.get("--nnodes")
     if text is None:

@@ -63,7 +63,7 @@ def choose(
         by_name = {what: each for what, each in _BY_NAME.items() if each not in env}
         variables = dict.fromkeys(by_name.values(), ours.name)
         if "Gloo" in by_name:
-            leads = f"leads to {address_of_name}" if address_of_name else "has no address"
+            leads = f"resolves to {address_of_name}" if address_of_name else "has no address"
             remarks.append(f"the name {name} {leads}, where other nodes cannot reach Gloo")
     if _NCCL not in env and (bridges := _bridges_for_nccl(found, ours)):
         variables[_NCCL] = ours.name

@@ -175,7 +175,7 @@ def _exclusive_share(
             "exclusive",
             f"NUMA node {node} has {len(cores)} physical cores for this process,"
             f" fewer than the {num_peers} workers or GPUs that share them",
-            "take --numa-binding=node, or start fewer workers",
+            "use --numa-binding=node, or start fewer workers",
         )
     in_order = [cores[core] for core in sorted(cores)]
     each, left_over = divmod(len(in_order), num_peers)
@@ -191,9 +191,9 @@ def _core_complex(on_node: Sequence[Cpu], node: int, turn: int) -> frozenset[int
         raise ConfigError(
             _FLAG,
             "core-complex",
-            f"this machine does not tell which CPUs of NUMA node {node} share a cache"
+            f"this machine does not report which CPUs of NUMA node {node} share a cache"
             f" (no cache/index*/shared_cpu_list for CPU {format_cpus(without)})",
-            "take --numa-binding=node",
+            "use --numa-binding=node",
         )
     complexes = _group((cpu.cache, cpu) for cpu in on_node)
     # A cpuset may leave some complexes with fewer cores than others: the fullest first.

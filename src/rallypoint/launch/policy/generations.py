@@ -27,7 +27,7 @@ from .state import Aim, Phase, State, Verdict
 LEFTOVER_GRACE = 1.0
 # Why nobody's worker is kept.
 OVER = "another worker has left the session"
-RECORDS_LOST = "what newcomers need to run the script's set-up may be lost with it, and is with the store that had it"
+RECORDS_LOST = "it may have had the last copy of the set-up record that new workers need, as the store that held it is lost"
 # The workers are asked a second time this long before the moment ends.
 ANSWER_TIME = 0.3
 

@@ -18,7 +18,7 @@ _Reason: TypeAlias = "tuple[bool, str]"
 
 # Seconds after the start of the workers: if they are in no session by then, nodes that come are not kept waiting for it.
 _SET_UP = 300.0
-_NOBODY = "no worker is left that has the session's state"
+_NOBODY = "no remaining worker has the session's state"
 
 
 def why_not_replaced(now: float, state: State, lost: WorkerEnded) -> str:
@@ -67,7 +67,7 @@ def why_nobody_is_admitted(now: float, state: State) -> str:
         (state.has_left or state.is_ending, "the session has ended"),
         (
             is_beginning,
-            f"it is admitted once all workers are in the session ({_SET_UP:g} s after their start, if they are in none)",
+            f"it is admitted once all workers are in the session (or {_SET_UP:g} s after their start, if they are in none)",
         ),
     )
 

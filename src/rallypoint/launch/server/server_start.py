@@ -37,12 +37,12 @@ def start_server(
     """
     if not process.is_proc_mounted():
         raise LaunchError(
-            "/proc is not mounted: the processes of a job are found there"
+            "/proc is not mounted, and rally finds the processes of a job there"
             " (mount -t proc proc /proc; in a chroot, before entering it)"
         )
     if why := linux.why_no_pidfds():
         raise LaunchError(
-            f"this system refuses pidfd_open ({why}), by which processes are watched: it takes Linux 5.3 or newer, and in a container a"
+            f"this system refuses pidfd_open ({why}), which rally needs to watch processes: use Linux 5.3 or newer, and in a container a"
             " seccomp profile that allows it (Docker 20.10 or newer)"
         )
     if config.start_method is StartMethod.FORK:

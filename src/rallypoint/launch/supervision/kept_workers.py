@@ -125,8 +125,8 @@ class KeptWorkers:
         kept = ready.kept
         assert kept is not None
         count = sum(1 for was in kept.were if was < 0)
-        nodes = "a node has" if count == 1 else f"{count} nodes have"
-        self._say(f"{nodes} come; training goes on until their workers are ready")
+        nodes = "a node has joined" if count == 1 else f"{count} nodes have joined"
+        self._say(f"{nodes}; training goes on as before until the new workers are ready")
 
     def tell_of_lost_nodes(
         self, workers: Generation, ready: RoundReady, ranks: Sequence[int], why: str
@@ -147,11 +147,11 @@ class KeptWorkers:
             self._losses[_meeting(ready)] = _Loss(ready, words=f"{now} ranks go on")
             if not ready.is_keeper:
                 self._say(
-                    f"this node joins a session: {now} ranks go on, where there were {before}"
+                    f"this node joins a session: {now} ranks go on instead of {before}"
                 )
             else:
                 self._say(
-                    f"{why}; {now} ranks go on, where there were {before}, and keep what they have"
+                    f"{why}; {now} ranks go on instead of {before}, and keep what they have"
                 )
             return
         self._losses[_meeting(ready)] = _Loss(

@@ -64,8 +64,8 @@ class Spares:
         if why_bound and not self._was_told and self._config.spares < worker.ranks.local_world_size:
             self._was_told = True
             self._say(
-                f"a spare can take over rank {worker.ranks.rank} only: {why_bound} before the session"
-                " (ask in the session, or use as many --spares as workers per node)"
+                f"a spare can take over only rank {worker.ranks.rank}: {why_bound} before the session"
+                " (do that in the session, or use as many --spares as workers per node)"
             )
 
     def take(self, index: int) -> Worker | None:

@@ -38,7 +38,7 @@ _RESERVED_STEP_NAMES = frozenset({"batch", "extern", "interactive", "pending"})
 _SHELLS = frozenset({"bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"})
 
 _HETEROGENEOUS_HINT = (
-    "this Slurm counts the components of a heterogeneous job apart;"
+    "this Slurm counts the components of a heterogeneous job separately;"
     " pass --nnodes, --node-rank and --master-addr"
 )
 
