@@ -22,7 +22,7 @@ whether each is complete. The last complete one is what the next start loads.
   PLACE     a directory, or a URL that fsspec understands (s3://bucket/run)
   --json    one JSON object per line, sizes in bytes, times in seconds since 1970
 
-A checkpoint is damaged if a file is absent or has another size. Loading also compares digests."""
+A checkpoint is damaged if a file is missing or has the wrong size. Loading also compares digests."""
 
 
 def command(words: Sequence[str]) -> str:

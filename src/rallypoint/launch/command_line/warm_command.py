@@ -18,7 +18,7 @@ List the processes that `rally run --warm` keeps on this host: each has imported
 it. One is kept for each installation and environment (variables that torch reads, limits, control group); it ends after
 --warm-timeout seconds without a job.
 
-  --stop    end them, or those with these pids; jobs that run go on
+  --stop    end all of them, or only those with these pids; running jobs continue
   --json    one JSON object for each"""
 
 

@@ -22,12 +22,12 @@ Hand a job to Slurm (sbatch), Kubernetes (kubectl), hosts (ssh) or Ray (ray job 
 of `rally run`. With ssh the job goes on when the terminal is closed.
 
   --nodes MIN:MAX    MAX nodes; the job goes on with MIN of them (as --nnodes of `rally run`)
-  --gpus N           on each node; a worker for each of them, unless --nproc-per-node says otherwise
-  --name NAME        of the job [rally; for Kubernetes, where a name can be used once, rally- and some letters]
-  --dry-run          print what would be handed over
-  --template FILE    write it from this template, and not from the first that is found in
-                     ~/.config/rallypoint/submit, /etc/rallypoint/submit, or comes with rally
-  --print-template   print the template that would be used, to be changed"""
+  --gpus N           GPUs per node; one worker for each, unless --nproc-per-node says otherwise
+  --name NAME        name of the job [rally; for Kubernetes, where a name can be used once, rally- and some letters]
+  --dry-run          print what would be handed over, and submit nothing
+  --template FILE    use this template instead of the first one found in ~/.config/rallypoint/submit,
+                     /etc/rallypoint/submit, or the package itself
+  --print-template   print the template that would be used, so that you can change it"""
 DEFAULT_NAME = "rally"
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 

@@ -337,7 +337,7 @@ def _load(packed: memoryview) -> Call:
         _show_less(error)
         raise LaunchError(
             f"a worker cannot load the call: {_in_a_line(error)}; it looked along the caller's sys.path."
-            " Give the module a place there, or call cloudpickle.register_pickle_by_value(module)"
+            " Put the module there, or call cloudpickle.register_pickle_by_value(module)"
         ) from error
     except Exception as error:
         _show_less(error)
