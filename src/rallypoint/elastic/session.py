@@ -172,7 +172,7 @@ class Session:
 
         Args:
             callback: called on all ranks with the numbers of ranks before and now, once the checkpoint is loaded, or all have met. It may
-                change what the session holds, such as an optimizer, and nothing else: a process that takes a lost one over gets
+                change what the session holds, such as an optimizer, and nothing else: a process that replaces a lost one gets
                 that from the others, and does not call it. The next checkpoint has the change.
             in_place: the script asks for its rank and the number of ranks wherever it needs them, so both may change as it runs. Then a
                 session over several nodes (``--nnodes MIN:MAX``) goes on in the same processes when a node is lost and no other takes
@@ -194,14 +194,14 @@ class Session:
             count: of all epochs. A second loop over epochs goes on where the first one ended: ``epochs(3)``, then ``epochs(5)`` for
                 two more.
         Returns:
-            An iterator over their numbers. A process that takes a lost one over begins with the present epoch.
+            An iterator over their numbers. A process that replaces a lost one begins with the present epoch.
         Raises:
             ElasticError: there was a loop over batches before, outside of an epoch; or a loop over as many epochs, so none is left.
         """
         if 0 < count <= self._counted_epochs:
             raise ElasticError(
                 f"session.epochs({count}) has no epochs left: an earlier session.epochs({self._counted_epochs}) has already counted that many."
-                f" The count is the total of both: write session.epochs({self._counted_epochs + count}) for {count} more"
+                f" The count includes these: write session.epochs({self._counted_epochs + count}) for {count} more"
             )
         self._counted_epochs = count
         if self._loops_outside and self._resumes:
@@ -216,14 +216,14 @@ class Session:
             self._course.end_epoch(epoch)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of an epoch; one whose step did not complete comes again.
+        """The batches of an epoch; one whose step did not complete is given again.
 
-        A process that takes a lost one over begins with the batch under way: it skips the earlier ones by
+        A process that replaces a lost one begins with the batch under way: it skips the earlier ones by
         fetching them.
 
-        With sharded state, a loss may lead back to an earlier batch of the loop.
+        With sharded state, a loss may take the loop back to an earlier batch.
 
-        An epoch may have several loops, one after another. A process that begins in the midst of it leaves out the bodies of
+        An epoch may have several loops, one after another. A process that begins in the middle of it leaves out the bodies of
         those that are complete, and fetches none of their batches.
 
         Args:
@@ -300,8 +300,8 @@ class Session:
             function: runs again if a process is lost meanwhile. It must have no effects that must not happen twice.
             args, kwargs: for it.
         Returns:
-            Its result. None in a process that took a lost one over after the function had run; with sharded state, also if
-            a loss leads back to a step before it. In the rest of a body whose step was left early: its last result.
+            Its result. None in a process that replaced a lost one after the function had run; with sharded state, also if
+            a loss takes training back to a step before it. In the rest of a body whose step was left early: its last result.
         """
         course = self._course
         key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
