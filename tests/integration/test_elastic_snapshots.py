@@ -183,7 +183,9 @@ def test_a_step_that_needs_a_copy_is_named_before_a_loss(
     number = SCRIPT[: SCRIPT.index(place)].count("\n") + 1
     assert f"train.py:{number} communicates (" in line
     if kind == "late":
-        assert "the first collective of that step: each rank changes its parameters by itself" in line
+        assert (
+            "the first collective of that step: each rank changes its parameters by itself" in line
+        )
         assert "Use elastic.session(…, snapshots=True)" in line
     else:
         assert "each step begins with a copy of what the session holds (0.0 MB)" in line

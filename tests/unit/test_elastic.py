@@ -153,7 +153,7 @@ def test_who_lacks_a_snapshot_gets_its_own_copy_or_that_of_another_replica() -> 
     assert found.fetches == (Fetch(4, 0, 0), Fetch(5, 1, 5), Fetch(6, 0, 0), Fetch(7, 1, 1))
     for each in ranks:
         object.__setattr__(each, "replica", 0)
-    with pytest.raises(ElasticError, match="no snapshot of the state is whole"):
+    with pytest.raises(ElasticError, match="no snapshot of the state is complete"):
         judge(ranks)
 
 
@@ -380,5 +380,5 @@ def test_a_snapshot_of_a_lost_node_comes_from_its_partners() -> None:
         [Standing.from_json(json.loads(json.dumps(e.to_json()))) for e in (lost, *survivors)]
     )
     assert found.fetches == (Fetch(0, 2, 0),)
-    with pytest.raises(ElasticError, match=r"whole on all ranks .*rank 0: none; rank 1: 4, 8"):
+    with pytest.raises(ElasticError, match=r"complete on all ranks .*rank 0: none; rank 1: 4, 8"):
         judge([lost, standing(1, 9, snapshots=(first, second))])

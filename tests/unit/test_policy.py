@@ -1010,7 +1010,7 @@ def test_who_alone_has_what_newcomers_need_must_not_lose_it_on_the_way():
     gone = policy.decide(0.2, lost, kept_round(relied_on=True))
     assert gone.commands[0] == TellPeers("not kept")
     assert gone.state.aim is Aim.RESTART
-    assert "run the script's set-up" in gone.state.not_replaced
+    assert "the set-up record" in gone.state.not_replaced
 
 
 def test_until_all_have_met_the_loss_of_who_has_it_starts_all_anew():

@@ -316,7 +316,9 @@ def _links(nodes: Sequence[NodeFacts], links: Sequence[Link]) -> Iterator[Findin
     for link in links:
         where = f"{name_of(link.source, nodes[link.source])} to {name_of(link.target, nodes[link.target])}"
         if link.problem:
-            advice = "Gloo and NCCL use any port: let the firewall pass all traffic between the nodes"
+            advice = (
+                "Gloo and NCCL use any port: let the firewall pass all traffic between the nodes"
+            )
             yield Finding(Level.PROBLEM, where, "connection", link.problem, advice)
             continue
         rate = link.bandwidth
@@ -351,7 +353,9 @@ def _clocks(nodes: Sequence[NodeFacts], links: Sequence[Link]) -> Iterator[Findi
             where = name_of(target, nodes[target])
             side = "ahead of" if offset > 0 else "behind"
             found = f"{abs(offset):.1f} s {side} node 0"
-            advice = "rally does not compare clocks, but logs are hard to read: chronyc, timedatectl"
+            advice = (
+                "rally does not compare clocks, but logs are hard to read: chronyc, timedatectl"
+            )
             yield Finding(Level.REMARK, where, "clock", found, advice)
     if offsets and all(abs(each) < CLOCK_OFFSET for each in offsets.values()):
         most = max(abs(each) for each in offsets.values())

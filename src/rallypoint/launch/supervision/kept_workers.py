@@ -146,13 +146,9 @@ class KeptWorkers:
             before, now = sum(kept.before), sum(ready.workers_of_nodes)
             self._losses[_meeting(ready)] = _Loss(ready, words=f"{now} ranks go on")
             if not ready.is_keeper:
-                self._say(
-                    f"this node joins a session: {now} ranks go on instead of {before}"
-                )
+                self._say(f"this node joins a session: {now} ranks go on instead of {before}")
             else:
-                self._say(
-                    f"{why}; {now} ranks go on instead of {before}, and keep what they have"
-                )
+                self._say(f"{why}; {now} ranks go on instead of {before}, and keep what they have")
             return
         self._losses[_meeting(ready)] = _Loss(
             ready, tuple(ranks), "" if ranks else "all ranks are back"
