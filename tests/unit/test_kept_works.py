@@ -73,7 +73,7 @@ def test_a_wait_raises_what_went_wrong_in_the_work() -> None:
 def test_a_wait_is_given_up_with_the_connections() -> None:
     inner, lives = Stuck(), Lives()
     in_thread(lives.end)
-    with pytest.raises(RuntimeError, match="a member is lost"):
+    with pytest.raises(RuntimeError, match="a member was lost"):
         KeptWork(inner, lives).wait()
 
 
@@ -99,14 +99,14 @@ def test_a_future_is_completed_once_by_whoever_comes_first(first: str) -> None:
     if first == "work":
         assert torch.equal(future.wait()[0], torch.ones(2))
     else:
-        with pytest.raises(RuntimeError, match="a member is lost"):
+        with pytest.raises(RuntimeError, match="a member was lost"):
             future.wait()
 
 
 def test_a_future_that_is_asked_for_too_late_fails_at_once() -> None:
     lives = Lives()
     lives.end()
-    with pytest.raises(RuntimeError, match="a member is lost"):
+    with pytest.raises(RuntimeError, match="a member was lost"):
         KeptWork(Stuck(), lives).get_future().wait()
 
 
@@ -124,7 +124,7 @@ def test_a_transfer_returns_raises_and_is_given_up() -> None:
     with pytest.raises(KeyError):
         attended(lambda: {}["x"], lives)
     in_thread(lives.end)
-    with pytest.raises(RuntimeError, match="a member is lost"):
+    with pytest.raises(RuntimeError, match="a member was lost"):
         attended(never.wait, lives)
     never.set()
 

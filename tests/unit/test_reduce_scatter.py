@@ -71,7 +71,7 @@ def test_one_that_ends_as_its_time_does_has_not_failed() -> None:
 def test_it_is_given_up_with_the_connections() -> None:
     lives = Lives()
     lives.end()
-    with pytest.raises(RuntimeError, match="a member is lost"):
+    with pytest.raises(RuntimeError, match="a member was lost"):
         KeptWork(ReduceScatter([Part()], []), lives).wait()
 
 
