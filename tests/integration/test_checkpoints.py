@@ -521,7 +521,7 @@ def test_a_planted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     metadata.planner_data = Touches(touched)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     sealed_again(folder, ".metadata")
-    with pytest.raises(elastic.ElasticError, match=r"it names posix.system, which is no part of"):
+    with pytest.raises(elastic.ElasticError, match=r"it names posix.system, which is not part of"):
         Training().run(tmp_path)
     assert not touched.exists()
 

@@ -1366,7 +1366,7 @@ def test_a_collective_behind_a_step_that_was_left_raises_instead_of_waiting(
     for rank in (0, 2):
         steps, told = (tmp_path / f"told {rank}").read_text().split("|")
         assert steps == "6"
-        assert told.startswith("lost rank 1: was killed by SIGKILL; the step that was left")
+        assert told.startswith("lost rank 1: was killed by SIGKILL; the interrupted step")
 
 
 STRAYED = """

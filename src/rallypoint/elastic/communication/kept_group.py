@@ -232,15 +232,14 @@ class KeptGroup(dist.ProcessGroup):
             raise changed
         if self.before is not None:
             self.before(self, operation)
-        is_on_gpu = self._is_on_gpu(operation, (*args, *kwargs.values()))
         try:
-            work: dist.Work | None = self._begun(operation, args, kwargs, is_on_gpu=is_on_gpu)
+            work: dist.Work | None = self._begun(operation, args, kwargs)
         except RuntimeError as error:
             changed = None if self.explain is None else self.explain(error)
             if changed is None:
                 raise
             raise changed from error
-        if is_on_gpu:
+        if self._is_on_gpu(operation, (*args, *kwargs.values())):
             work = self._on_stream(work, brings=operation != torch_private.SEND)
         elif (
             work is not None
@@ -329,11 +328,9 @@ class KeptGroup(dist.ProcessGroup):
         """By the session that is under way. A work that never ends must not hold one that is over, and with it the model."""
         return None if self.explain is None else self.explain(error)
 
-    def _begun(
-        self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_on_gpu: bool
-    ) -> dist.Work:
-        if operation in torch_private.REDUCE_SCATTERS and not is_on_gpu:
-            values = (*args, *kwargs.values())
+    def _begun(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
+        values = (*args, *kwargs.values())
+        if operation in torch_private.REDUCE_SCATTERS and not self._is_on_gpu(operation, values):
             begun = reduce_scatter.begun(self.inner.allreduce, self._rank, self.size(), values)
             if begun is not None:
                 return begun
