@@ -195,6 +195,19 @@ def test_parameters_in_place_of_references_to_them_are_refused(alone, make):
         DistributedOptimizer(torch.optim.SGD, make(torch.nn.Parameter(torch.ones(2))), lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((0, torch.nn.ReLU), "remote_device is 0: expected a text, as 'rank:1/cpu'"),
+        (("me", torch.nn.ReLU()), "module_cls is a module, a ReLU: expected its class"),
+        (("me", torch.nn.ReLU, True), "args is True: expected positional arguments in a tuple"),
+    ],
+)
+def test_an_argument_of_a_remote_module_of_the_wrong_kind_is_named(alone, given, told):
+    with pytest.raises(TypeError, match=told):
+        rpc.RemoteModule(*given)
+
+
 def test_a_timeout_that_is_no_number_is_shown(alone):
     with pytest.raises(TypeError, match="timeout is None: expected seconds"):
         rpc.rpc_sync("me", add_one, (1,), timeout=None)

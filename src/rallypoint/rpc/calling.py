@@ -145,7 +145,7 @@ def prepare(
         TypeError: one of them has the wrong type.
         RuntimeError: the arguments do not match torch's operator.
     """
-    arguments = args if type(args) is tuple else _positional(args)
+    arguments = args if type(args) is tuple else positional(args)
     if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs is {_shown(kwargs)}: expected a dict of keyword arguments")
     if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
@@ -161,7 +161,12 @@ def prepare(
     return Kind.CALL, 0, (func, arguments, kwargs)
 
 
-def _positional(args: Any) -> tuple[Any, ...]:
+def positional(args: Any) -> tuple[Any, ...]:
+    """The positional arguments of a call, as its user gave them.
+
+    Raises:
+        TypeError: they are not in a tuple or list.
+    """
     if args is None:
         return ()
     # Iterable, but certainly a mistake.

@@ -14,7 +14,7 @@ from torch.futures import Future
 from rallypoint.errors import NotAllowed
 
 from . import constants
-from .calling import rpc_async, rpc_sync
+from .calling import positional, rpc_async, rpc_sync
 from .current_agent import current_agent
 from .references.rref import RRef, remote
 
@@ -74,6 +74,7 @@ class RemoteModule(nn.Module):
 
     Raises:
         ValueError: ``remote_device`` cannot be read, or ``module_cls`` does not return a module.
+        TypeError: one of the arguments has the wrong type.
         PeerLost: the worker is gone.
         Exception: what creating the module raised.
     """
@@ -86,8 +87,15 @@ class RemoteModule(nn.Module):
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(remote_device, str):
+            raise TypeError(f"remote_device is {remote_device!r}: expected a text, as 'rank:1/cpu'")
+        if isinstance(module_cls, nn.Module):
+            raise TypeError(
+                f"module_cls is a module, a {type(module_cls).__name__}: expected its class, since the module is created"
+                " on the worker. For one that exists there: RemoteModule.from_module_rref"
+            )
         self.on, self.device = _place(remote_device)
-        content = (module_cls, tuple(args), dict(kwargs or {}), str(self.device))
+        content = (module_cls, positional(args), dict(kwargs or {}), str(self.device))
         self.module_rref: RRef[nn.Module] = remote(self.on, make_module, content)
         # References are made without waiting: an error shows when the value is used.
         rpc_sync(self.on, is_there, (self.module_rref,))
