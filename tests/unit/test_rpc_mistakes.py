@@ -208,6 +208,16 @@ def test_an_argument_of_a_remote_module_of_the_wrong_kind_is_named(alone, given,
         rpc.RemoteModule(*given)
 
 
+def test_options_and_backends_of_torch_itself_are_told_from_those_of_this_package():
+    import torch.distributed.rpc as torch_rpc
+
+    torchs = torch_rpc.TensorPipeRpcBackendOptions(), torch_rpc.BackendType.TENSORPIPE
+    for name, given in zip(("rpc_backend_options", "backend"), torchs, strict=True):
+        told = f"torch's own; take {type(given).__name__} from rallypoint.rpc, or call .*install"
+        with pytest.raises(TypeError, match=told):
+            rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore(), **{name: given})
+
+
 def test_a_timeout_that_is_no_number_is_shown(alone):
     with pytest.raises(TypeError, match="timeout is None: expected seconds"):
         rpc.rpc_sync("me", add_one, (1,), timeout=None)

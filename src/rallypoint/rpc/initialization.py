@@ -119,12 +119,24 @@ def _check_rank(rank: int, world_size: int | None) -> None:
         )
 
 
+def _of_torch(value: Any) -> str:
+    """What to do about an argument from torch's own module."""
+    if not type(value).__module__.startswith("torch."):
+        return ""
+    return (
+        f": this is torch's own; take {type(value).__name__} from rallypoint.rpc, or call rallypoint.compat.install() before"
+        " torch.distributed.rpc is imported"
+    )
+
+
 def _choose(backend: Any, options: Any) -> tuple[BackendType, Any]:
     if backend is not None and not isinstance(backend, BackendType):
-        raise TypeError(f"Argument backend must be a member of BackendType, but got {backend!r}")
+        raise TypeError(
+            f"Argument backend must be a member of BackendType, but got {backend!r}{_of_torch(backend)}"
+        )
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise TypeError(
-            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but got {options!r}"
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, but got {options!r}{_of_torch(options)}"
         )
     if backend is None:
         if (
