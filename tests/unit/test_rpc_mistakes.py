@@ -61,6 +61,11 @@ def test_a_rank_outside_the_group_is_refused_before_anybody_is_waited_for(rank, 
         rpc.init_rpc("me", rank=rank, world_size=world_size, store=dist.HashStore())
 
 
+def test_a_rank_that_no_group_can_have_is_refused():
+    with pytest.raises(ConfigError, match="rank 2147483648: expected 0 to 2147483647, or none"):
+        rpc.init_rpc("me", rank=2**31, store=dist.HashStore())
+
+
 @pytest.mark.parametrize(
     "given", [{"rank": "0"}, {"world_size": "2"}, {"rank": None}, {"rank": 0.0}]
 )

@@ -28,7 +28,7 @@ from rallypoint.errors import (
 from . import membership
 from .group import agree_on_kind, no_destination
 from .group_store import C10dStore, Calls, Listener, pushes
-from .member import Member
+from .member import MAX_ID, Member
 from .membership import VOID, Entry, Event, Gone, Join, Joined, Leave, Lost, Refused, View
 from .signing import PUBLIC, Signer
 
@@ -105,10 +105,13 @@ class DynamicGroup:
             signer: signs the records in the store.
 
         Raises:
-            ConfigError: its device maps conflict with those of a member.
+            ConfigError: the rank is too high, or its device maps conflict with those of a member.
             DeadlineExceeded: the store is so slow that others filled our place in the journal each time.
             RpcError: name or rank is taken, the group is static, or the store is lost.
         """
+        if rank is not None and not 0 <= rank <= MAX_ID:
+            # Others would not read the record.
+            raise ConfigError("rank", rank, f"expected 0 to {MAX_ID}, or none to be assigned one")
         deadline = Deadline(timeout, clock)
         group = cls(store, me, clock, signer)
         calls = group._calls
