@@ -48,6 +48,14 @@ def alone():
     rpc.shutdown()
 
 
+@pytest.fixture
+def alone_so_far():
+    """In a dynamic group."""
+    rpc.init_rpc("me", store=dist.HashStore())
+    yield
+    rpc.shutdown()
+
+
 @pytest.mark.parametrize(
     ("rank", "world_size", "told"),
     [
@@ -221,6 +229,19 @@ def test_options_and_backends_of_torch_itself_are_told_from_those_of_this_packag
         told = f"torch's own; take {type(given).__name__} from rallypoint.rpc, or call .*install"
         with pytest.raises(TypeError, match=told):
             rpc.init_rpc("me", rank=0, world_size=1, store=dist.HashStore(), **{name: given})
+
+
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        (lambda: rpc.wait_for(5), "names is 5: expected the name of a worker"),
+        (lambda: rpc.wait_for(["me", 5]), "names contains 5: expected the name of a worker"),
+        (lambda: rpc.wait_for("me", timeout="1"), "timeout is '1': expected seconds as a number"),
+    ],
+)
+def test_what_cannot_be_waited_for_is_named(alone_so_far, wait, told):
+    with pytest.raises(TypeError, match=told):
+        wait()
 
 
 def test_a_timeout_that_is_no_number_is_shown(alone):

@@ -23,9 +23,23 @@ def limit_of(timeout: float, name: str = "timeout") -> float | None:
             return timeout
         means_none = timeout == 0 or timeout >= FOREVER
     except TypeError:
-        raise TypeError(
-            f"{name} is {timeout!r}: expected seconds as a number (0: no limit)"
-        ) from None
+        raise _no_number(name, timeout) from None
     if not means_none:
         raise ValueError(f"{name} is {timeout!r}: expected seconds, 0 (no limit) or more")
     return None
+
+
+def is_negative(timeout: float, name: str = "timeout") -> bool:
+    """Whether a timeout is below 0, which often stands for a default.
+
+    Raises:
+        TypeError: it is not a number.
+    """
+    try:
+        return timeout < 0
+    except TypeError:
+        raise _no_number(name, timeout) from None
+
+
+def _no_number(name: str, timeout: object) -> TypeError:
+    return TypeError(f"{name} is {timeout!r}: expected seconds as a number (0: no limit)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rallypoint.errors import RpcError
@@ -11,7 +11,7 @@ from .agent.agent import Agent
 from .current_agent import required_agent
 from .groups.dynamic_group import DynamicGroup
 from .groups.member import Member
-from .time_limits import limit_of
+from .time_limits import is_negative, limit_of
 from .worker_info import WorkerInfo
 
 
@@ -49,11 +49,18 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
     Raises:
         DeadlineExceeded: some did not join in time; the error names them.
         RpcError: the group is static, or this process is not in a group.
+        TypeError: one of the arguments has the wrong type.
     """
     group = _dynamic_group()
+    if not isinstance(names, Iterable):
+        raise TypeError(f"names is {names!r}: expected the name of a worker, or several in a list")
     wanted = [names] if isinstance(names, str) else list(names)
+    for each in wanted:
+        if not isinstance(each, str):
+            raise TypeError(f"names contains {each!r}: expected the name of a worker")
     # Unlike elsewhere, 0 is a limit, and less has passed: this argument has None for no limit.
-    limit = timeout if timeout is None or timeout <= 0 else limit_of(timeout)
+    has_passed = timeout is not None and (timeout == 0 or is_negative(timeout))
+    limit = timeout if timeout is None or has_passed else limit_of(timeout)
     found: Collection[Member] = group.wait_for(wanted, limit)
     return tuple(WorkerInfo(each.name, each.id) for each in found)
 
