@@ -244,6 +244,12 @@ def test_what_cannot_be_waited_for_is_named(alone_so_far, wait, told):
         wait()
 
 
+@pytest.mark.parametrize("listen", [rpc.on_join, rpc.on_leave])
+def test_a_callback_that_cannot_be_called_is_refused_at_once(alone_so_far, listen):
+    with pytest.raises(TypeError, match="callback is None: expected a function"):
+        listen(None)
+
+
 def test_a_timeout_that_is_no_number_is_shown(alone):
     with pytest.raises(TypeError, match="timeout is None: expected seconds"):
         rpc.rpc_sync("me", add_one, (1,), timeout=None)

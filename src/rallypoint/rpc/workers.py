@@ -89,7 +89,9 @@ def on_join(callback: Callable[[WorkerInfo], None]) -> None:
 
     Raises:
         RpcError: the group is static, or this process is not in a group.
+        TypeError: ``callback`` is not a function.
     """
+    _check_callback(callback)
     _dynamic_group().on_join(lambda member: callback(WorkerInfo(member.name, member.id)))
 
 
@@ -101,10 +103,18 @@ def on_leave(callback: Callable[[WorkerInfo, str], None]) -> None:
 
     Raises:
         RpcError: the group is static, or this process is not in a group.
+        TypeError: ``callback`` is not a function.
     """
+    _check_callback(callback)
     _dynamic_group().on_leave(
         lambda member, reason: callback(WorkerInfo(member.name, member.id), reason)
     )
+
+
+def _check_callback(callback: Any) -> None:
+    # Otherwise the first sign would be a line in the log, when somebody comes or leaves.
+    if not callable(callback):
+        raise TypeError(f"callback is {callback!r}: expected a function")
 
 
 def _dynamic_group() -> DynamicGroup:
