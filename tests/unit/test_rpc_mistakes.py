@@ -253,6 +253,15 @@ def test_a_callback_that_cannot_be_called_is_refused_at_once(alone_so_far, liste
 def test_a_timeout_that_is_no_number_is_shown(alone):
     with pytest.raises(TypeError, match="timeout is None: expected seconds"):
         rpc.rpc_sync("me", add_one, (1,), timeout=None)
+    with pytest.raises(TypeError, match="timeout is '5': expected seconds"):
+        rpc.shutdown(timeout="5")
+
+
+@pytest.mark.parametrize("given", [-1, math.nan])
+def test_a_default_timeout_with_which_every_call_would_fail_is_refused(alone, given):
+    with pytest.raises(ValueError, match=f"timeout is {given}: expected seconds"):
+        rpc.api._set_rpc_timeout(given)
+    assert rpc.rpc_sync("me", add_one, (1,)) == 2
 
 
 def test_the_result_of_a_call_in_place_of_a_function_is_shown(alone):

@@ -20,6 +20,7 @@ from .current_agent import required_agent
 from .internal import PythonUDF, _internal_rpc_pickler
 from .serialization.script import check_arguments, is_builtin
 from .stream import WINDOW, RpcStream, single_result
+from .time_limits import limit_of
 from .worker_info import WorkerInfo
 
 
@@ -233,4 +234,6 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Set the default timeout of later calls."""
-    required_agent().default_timeout = float(timeout)
+    agent = required_agent()
+    limit_of(timeout)  # or every later call would fail
+    agent.default_timeout = float(timeout)

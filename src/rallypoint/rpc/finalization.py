@@ -20,7 +20,7 @@ from .gather import GatherTimeout, _all_gather
 from .groups.dynamic_group import DynamicGroup
 from .leaving import Part, Roles, part_of
 from .threads.thread_pool import waiting
-from .time_limits import limit_of
+from .time_limits import is_negative, limit_of
 
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _limit(agent: Any, timeout: float) -> float | None:
     """The seconds of a shutdown; None: no limit. Another backend reads its argument itself."""
     if not isinstance(agent, Agent):
         return timeout if timeout > 0 else None
-    return limit_of(agent.default_timeout if timeout < 0 else timeout)
+    return limit_of(agent.default_timeout if is_negative(timeout) else timeout)
 
 
 def _follow(leaving: Leaving, agent: Any, limit: float | None) -> None:
