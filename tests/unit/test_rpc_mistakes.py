@@ -37,6 +37,14 @@ def ask_in_vain():
     return None
 
 
+def count():
+    yield 1
+
+
+async def count_later():
+    yield 1
+
+
 def lock():
     return threading.Lock()
 
@@ -285,6 +293,14 @@ def test_a_result_that_cannot_be_pickled_is_told_from_an_argument(alone):
     with pytest.raises(TypeError) as caught:
         rpc.rpc_sync("me", lock)
     assert "its result could not be sent" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("func", [count, count_later])
+def test_a_call_of_a_generator_function_says_what_gives_its_items(alone, func):
+    with pytest.raises(TypeError) as caught:
+        rpc.rpc_sync("me", func)
+    assert "rpc.rpc_stream() gives its items" in "".join(caught.value.__notes__)
+    assert list(rpc.rpc_stream("me", func)) == [1]
 
 
 def test_a_served_function_that_shuts_down_is_told_so_and_does_not_wait_for_itself(alone):

@@ -428,6 +428,8 @@ class Request:
                 self._reply(REPLY, payload, tensors, later=later)
         except BaseException as error:  # noqa: BLE001  # a result that cannot be pickled
             raised.add_note(error, "The function returned, but its result could not be sent.")
+            if inspect.isgenerator(result) or inspect.isasyncgen(result):
+                raised.add_note(error, "It returned a generator: rpc.rpc_stream() gives its items.")
             self._incoming.active[number] = self
             self.fail(error)
             return
