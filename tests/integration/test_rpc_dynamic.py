@@ -338,6 +338,9 @@ def test_who_comes_with_the_rank_of_one_that_is_gone_is_not_taken_for_it(trio, e
     def use_held():
         with timed(1), pytest.raises(PeerLost, match="which owns the value, is lost"):
             rpc_workers.held["it"].to_here()
+        # What passes it on, too.
+        with timed(1), pytest.raises(PeerLost, match="which owns the value, is lost"):
+            rpc_workers.held["it"].rpc_sync().bit_length()
 
     first = trio.more()
     trio.on(first, come)

@@ -179,9 +179,9 @@ def test_who_is_missing_is_told_and_a_second_attempt_meets_the_others(monkeypatc
         ({"secret": "short"}, ConfigError, "has 5 bytes, at least 16"),
         ({"heartbeat": 0}, ConfigError, "heartbeat 0: expected seconds, more than 0"),
         ({"num_worker_threads": "4"}, TypeError, "num_worker_threads is '4'"),
-        ({"init_method": None}, TypeError, "init_method is None: expected a text"),
-        ({"bind": 5000}, TypeError, "bind is 5000: expected an address as a text"),
-        ({"advertise": 5000}, TypeError, "advertise is 5000: expected an address as a text"),
+        ({"init_method": None}, TypeError, "init_method is None: expected a string"),
+        ({"bind": 5000}, TypeError, "bind is 5000: expected an address as a string"),
+        ({"advertise": 5000}, TypeError, "advertise is 5000: expected an address as a string"),
         ({"devices": 0}, TypeError, r"devices is 0: expected a list, as in \[0\]"),
         ({"devices": "cuda:0"}, TypeError, r"devices is 'cuda:0': expected a list"),
         ({"device_maps": 0}, TypeError, "device_maps is 0: expected a dict of device maps"),
@@ -219,7 +219,7 @@ def test_parameters_in_place_of_references_to_them_are_refused(alone, make):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ((0, torch.nn.ReLU), "remote_device is 0: expected a text, as 'rank:1/cpu'"),
+        ((0, torch.nn.ReLU), "remote_device is 0: expected a string, as 'rank:1/cpu'"),
         (("me", torch.nn.ReLU()), "module_cls is a module, a ReLU: expected its class"),
         (("me", torch.nn.ReLU, True), "args is True: expected positional arguments in a tuple"),
     ],

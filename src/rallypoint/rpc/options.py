@@ -27,7 +27,7 @@ class RpcBackendOptions:
 
     Raises:
         ConfigError: ``rpc_timeout`` is negative.
-        TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a text.
+        TypeError: ``rpc_timeout`` is not a number, or ``init_method`` not a string.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RpcBackendOptions:
     ) -> None:
         self.rpc_timeout = _seconds("rpc_timeout", rpc_timeout)
         if not isinstance(init_method, str):
-            raise TypeError(f"init_method is {init_method!r}: expected a text, as 'env://'")
+            raise TypeError(f"init_method is {init_method!r}: expected a string, as 'env://'")
         self.init_method = init_method
 
 
@@ -73,7 +73,7 @@ class NativeRpcBackendOptions(RpcBackendOptions):
 
     Raises:
         ConfigError: an option has a value that cannot work; the error names the option.
-        TypeError: a number or text has the wrong type.
+        TypeError: a number or string has the wrong type.
         ValueError: a device map is not one to one.
     """
 
@@ -211,7 +211,7 @@ def _seconds(name: str, value: object) -> float:
 
 def _address(name: str, value: object) -> str | None:
     if not isinstance(value, (str, NoneType)):
-        raise TypeError(f"{name} is {value!r}: expected an address as a text, or None")
+        raise TypeError(f"{name} is {value!r}: expected an address as a string, or None")
     return value
 
 

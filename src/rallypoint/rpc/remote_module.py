@@ -88,7 +88,9 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(remote_device, str):
-            raise TypeError(f"remote_device is {remote_device!r}: expected a text, as 'rank:1/cpu'")
+            raise TypeError(
+                f"remote_device is {remote_device!r}: expected a string, as 'rank:1/cpu'"
+            )
         if isinstance(module_cls, nn.Module):
             raise TypeError(
                 f"module_cls is a module, a {type(module_cls).__name__}: expected its class, since the module is created"

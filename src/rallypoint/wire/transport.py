@@ -183,7 +183,7 @@ class Way:
                 return listener
             case _:
                 listener.close()
-                expected = "expected a text, or a host and a port"
+                expected = "expected a string, or a host and a port"
                 raise ConfigError(
                     "transports", self.kind, f"its address is {address!r}: {expected}"
                 )

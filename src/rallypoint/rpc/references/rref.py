@@ -237,9 +237,13 @@ class RRef(Generic[T]):
         assert self._fork_id is not None
         reason = self._agent.rrefs.why_dead(self._fork_id)
         if reason:
-            if self._agent.is_gone(self._owner.id) or self._was_lost(self._fork_id):
-                raise PeerLost(self._owner.name, reason)
-            raise RpcError(reason)
+            raise self._dead(reason, self._fork_id)
+
+    def _dead(self, reason: str, fork_id: ForkId) -> RpcError:
+        """The error for a reference that cannot be used."""
+        if self._agent.is_gone(self._owner.id) or self._was_lost(fork_id):
+            return PeerLost(self._owner.name, reason)
+        return RpcError(reason)
 
     def _was_lost(self, fork_id: ForkId) -> bool:
         """Whether the owner was lost, or creating the value failed with PeerLost, which may be known before that is."""
@@ -352,9 +356,7 @@ class RRef(Generic[T]):
             raise RpcError(f"{self._fork_id}: Cannot call fork an UserRRef after deletion.")
         reason = table.why_dead(self._fork_id)
         if reason:
-            if self._agent.is_gone(self._owner.id):
-                raise PeerLost(self._owner.name, reason)
-            raise RpcError(reason)
+            raise self._dead(reason, self._fork_id)
         return table.fork_user(self._fork_id, to, "")
 
     def _serialize(self) -> RRef[T]:
