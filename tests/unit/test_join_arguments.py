@@ -112,6 +112,12 @@ def test_whole_numbers_of_other_libraries_are_fine() -> None:
     assert parallel.all_to_all(X, send_splits=splits, recv_splits=splits) is X
 
 
+@pytest.mark.usefixtures("group")
+def test_a_metric_may_be_a_loss_with_its_graph(recwarn: pytest.WarningsRecorder) -> None:
+    assert mean_over_samples({"loss": torch.ones((), requires_grad=True)}, 2) == {"loss": 1.0}
+    assert not recwarn
+
+
 COLLECTIVES: list[Any] = [
     *(parallel.all_gather, parallel.reduce_scatter, parallel.all_reduce, parallel.broadcast),
     *(parallel.copy_to, parallel.reduce_from, parallel.scatter_to, parallel.gather_from),

@@ -226,7 +226,8 @@ def _number(name: str, value: object) -> float:
     one = isinstance(value, torch.Tensor) and value.numel() == 1
     try:
         if one or (not isinstance(value, torch.Tensor | str) and value is not None):
-            return float(value)  # type: ignore[arg-type]
+            # Without the graph, of which torch would warn.
+            return float(value.detach() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         pass
     shown = list(value.shape) if isinstance(value, torch.Tensor) else value
