@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -151,6 +152,15 @@ def test_collectives_name_what_is_no_tensor_and_no_group(collective: Any) -> Non
             lambda: ParallelMesh(ParallelLayout(), backends="gloo"),  # type: ignore[arg-type]
             "backends 'gloo': expected a backend for each axis",
         ),
+        (
+            lambda: ParallelMesh(ParallelLayout(), timeout="30"),  # type: ignore[arg-type]
+            "timeout '30': expected seconds: a number above 0",
+        ),
+        (
+            lambda: ParallelMesh(ParallelLayout(), timeout=timedelta(seconds=30)),  # type: ignore[arg-type]
+            "timeout datetime.timedelta(seconds=30): expected seconds: a number above 0",
+        ),
+        (lambda: ParallelMesh(ParallelLayout(), timeout=0), "timeout 0: expected seconds: a"),
         (lambda: ParallelMesh(ParallelLayout()).build(3), "axes 3: expected an axis"),  # type: ignore[arg-type]
         (lambda: parallel.set_current_mesh("x"), "mesh 'x': expected a ParallelMesh"),  # type: ignore[arg-type]
     ],

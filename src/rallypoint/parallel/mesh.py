@@ -28,6 +28,8 @@ from .layout import AXES, GRID, ParallelLayout
 
 # The groups `build` creates by default: each axis, and the ranks that average gradients.
 STANDARD: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), ("dp", "cp"))
+# Seconds (31 years): torch could not count many more.
+_FOREVER = 1e9
 
 
 class ParallelMesh:
@@ -99,7 +101,7 @@ class ParallelMesh:
                 known = ", ".join(filter(dist.is_backend_available, dist.Backend.backend_list))
                 raise ConfigError(f"backends[{axis!r}]", name, f"expected one of {known}")
         self._device_type = device_type
-        self._timeout = timeout
+        self._timeout = None if timeout is None else _seconds(timeout)
         self._groups: dict[tuple[tuple[str, ...], str | None], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._destroyed = False
@@ -347,6 +349,15 @@ def _place(axis: str) -> int:
 
 def _generation() -> int:
     return int(environment.get("RALLY_GENERATION") or 0)
+
+
+def _seconds(timeout: float) -> float:
+    try:
+        if 0 < timeout < _FOREVER:
+            return float(timeout)
+    except TypeError:
+        pass
+    raise ConfigError("timeout", timeout, "expected seconds: a number above 0, such as 30 or 0.5")
 
 
 def _timeout_of_default() -> float | None:
