@@ -1086,6 +1086,23 @@ def test_a_function_that_waits_for_room_takes_no_thread_from_those_who_make_it()
         assert workers.on(0, lambda: rpc.rpc_sync("w1", have_counted, (4,))) == [200_000] * 4
 
 
+def nap_and_count_at_caller(tensor: torch.Tensor) -> int:
+    time.sleep(0.3)
+    return count_at_caller(tensor)
+
+
+def test_two_that_pass_each_other_what_they_have_got_do_not_wait_for_each_other():
+    with Workers(2) as workers:
+        workers.run(functools.partial(rpc_workers.join, in_flight_bytes=1_000_000))
+
+        def case(to):
+            with timed(5):
+                return rpc.rpc_sync(to, nap_and_count_at_caller, (torch.ones(200_000),), timeout=10)
+
+        begun = [workers.begin(0, case, "w1"), workers.begin(1, case, "w0")]
+        assert [each.result() for each in begun] == [200_000] * 2
+
+
 # -- errors -------------------------------------------------------------------------------------
 
 

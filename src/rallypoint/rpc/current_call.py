@@ -16,15 +16,17 @@ class CurrentCall:
         deadline: when the caller stops waiting, in seconds of ``time.monotonic()``; None without a limit.
         cancelled: whether the caller has cancelled the call or timed out. A long function can check this and return.
         is_over: whether it was answered, or given up. Tasks that its code has started may go on, without its deadline.
+        size: the bytes of tensors that came with it.
     """
 
-    __slots__ = ("caller", "cancelled", "deadline", "is_over")
+    __slots__ = ("caller", "cancelled", "deadline", "is_over", "size")
 
     def __init__(self, caller: WorkerInfo, deadline: float | None) -> None:
         self.caller = caller
         self.deadline = deadline
         self.cancelled = False
         self.is_over = False
+        self.size = 0
 
     def time_left(self) -> float | None:
         """How long the caller still waits.

@@ -63,6 +63,11 @@ class Shared(NamedTuple):
     size: int
 
 
+def size_of(buffer: Buffer | Shared) -> int:
+    """The bytes of a buffer in a received frame."""
+    return buffer.size if isinstance(buffer, Shared) else memoryview(buffer).nbytes
+
+
 class Frame(NamedTuple):
     """A received frame.
 

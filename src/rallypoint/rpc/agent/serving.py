@@ -57,7 +57,7 @@ from rallypoint.rpc.serialization.tensor_writer import TensorWriter
 from rallypoint.rpc.threads.thread_pool import TICK, Job
 from rallypoint.rpc.torch_private import NativeFuture
 from rallypoint.rpc.worker_info import WorkerInfo
-from rallypoint.wire.frames import Frame
+from rallypoint.wire.frames import Frame, size_of
 from rallypoint.wire.remote_error import describe, traceback_text
 
 from . import traced_calls
@@ -182,6 +182,8 @@ class Request:
         if self._call is None:
             deadline = self._arrived + frame.time_left / 1000.0 if frame.time_left else None
             self._call = CurrentCall(self._incoming.peer, deadline)
+            if frame.buffers:
+                self._call.size = sum(map(size_of, frame.buffers))
         if self._is_unwanted():
             self._forget()
             return

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import DeadlineExceeded, PeerLost, ProtocolError, RpcError, RpcTimeout
 from rallypoint.rpc.current_agent import ELSEWHERE
+from rallypoint.rpc.current_call import current_call
 from rallypoint.rpc.interruptions import DUE, Lent, Rest
 from rallypoint.rpc.references.ids import Fork
 from rallypoint.rpc.references.sent import SentReferences
@@ -67,6 +68,12 @@ class Watch(Protocol):
 
     def defer(self, calls: list[Call]) -> None:
         """Complete these calls on a thread of the pool: they have callbacks."""
+
+
+def _is_passed_on(size: int) -> bool:
+    """Whether the call that this code serves came with that many bytes."""
+    serving = current_call()
+    return serving is not None and size <= serving.size
 
 
 class Outgoing:
@@ -119,6 +126,9 @@ class Outgoing:
     def reserve(self, call: Call, size: int, most: int) -> None:
         """Count the bytes of ``call`` as in flight. Waits while there would be more than ``most``, unless it is alone.
 
+        A function that passes on no more than has come with the call that it serves does not wait: that call takes room
+        itself until it is answered, and others of its kind may wait for that room, in a circle.
+
         Raises:
             RpcTimeout: the call has timed out.
         """
@@ -129,7 +139,7 @@ class Outgoing:
             )
 
         with self._room:
-            if not has_room():
+            if not (has_room() or _is_passed_on(size)):
                 left = None if call.deadline is None else call.deadline - time.monotonic()
                 # Answers must be read to make room, also if no thread waits for them.
                 self._lock.release()
