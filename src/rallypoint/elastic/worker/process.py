@@ -9,23 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.distributed as dist
 
 from rallypoint._core import env as environment, rank_watch, supervisor_line
-from rallypoint.elastic.communication import setup_record
 from rallypoint.elastic.communication.connections import Wiring
 from rallypoint.elastic.communication.groups import Groups
 from rallypoint.elastic.communication.setup_record import Recorder, Replay
 from rallypoint.elastic.replication.copies import Copies
 from rallypoint.elastic.replication.partners import guests
-from rallypoint.errors import ElasticError, RendezvousConnectionError
+from rallypoint.errors import ElasticError
 
 from .link import Link, Notice
+from .records import Records, RecordsLost
 
 
 # Set by the supervisor for a worker that takes the place of a lost one.
 TAKES_OVER = "RALLY_TAKES_OVER"
-# Where the records of the set-up are in the workers' store.
-RECORDS = "rally/kept"
-# Seconds that the others may take to store them again in a new one: they may be in a long computation.
-RECORD_PATIENCE = 300.0
 
 
 class KeptProcess:
@@ -36,6 +32,7 @@ class KeptProcess:
         generation: of this process's start.
         rank: global; that with which it runs the script's set-up. In a session that goes on with another number of ranks, its
             groups know the present one.
+        ranks: how many there were then.
         node: the number of its node.
         nodes: how many there are.
         takes_over: whether it takes the place of a lost one.
@@ -48,6 +45,7 @@ class KeptProcess:
         port: int,
         generation: int,
         rank: int,
+        ranks: int,
         node: int,
         nodes: int = 1,
         *,
@@ -66,15 +64,9 @@ class KeptProcess:
         # The session has had another number of ranks.
         self.was_resized = False
         self.recorder = Recorder()
-        self._address = host, port
-        self._records = Wiring(host, port, RECORDS)
-        # What this process knows of the set-up, and the ranks whose whole record that contains: its own, and those whose partner it is.
-        self._known: dict[str, bytes] = {}
-        self._holds: set[int] = set()
+        self._records = Records(host, port, ranks, is_new=takes_over)
         self._holds_all = False
-        self._is_whole = not takes_over
         self._forming: Wiring | None = None
-        self._storing: Wiring | None = None  # a new store's, until all is stored there
         self.copies: Copies | None = None  # on other nodes
         # Called with the rank and the number of ranks, when they change.
         self.on_resize: Callable[[int, int], None] | None = None
@@ -91,7 +83,7 @@ class KeptProcess:
     @property
     def address(self) -> tuple[str, int]:
         """Of the workers' store."""
-        return self._address
+        return self._records.address
 
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
         """New connections for a generation."""
@@ -112,7 +104,7 @@ class KeptProcess:
         self._has_entered = True
         self.groups.forget_destroyed()
         if self.takes_over and not self._is_spare:
-            self._holds.add(self._rank)  # it has just read all of it
+            self._records.note_read(self._rank)  # the script has just had all of it
 
     def await_place(self, *, sharded: bool) -> None:
         """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
@@ -126,7 +118,7 @@ class KeptProcess:
             rank_watch.bind("the state is sharded, and its parts are assigned")
         variables, streams = self.link.await_place(rank_watch.why_bound())
         self._is_spare = False
-        self._known.clear()  # of the rank that it has run the set-up as
+        self._records.forget()  # that of the rank that it has run the set-up as
         _take_streams(streams)
         environment.process_environment().update(variables)
         before, self._rank = self._rank, int(variables["RANK"])
@@ -135,9 +127,7 @@ class KeptProcess:
 
     def publish(self) -> None:
         """Store the record of this process's set-up, for those that may take its place."""
-        for key, value in self.recorder.parts().items():
-            self._records.set(key, value)
-        self._records.set(setup_record.whole_key(self._rank), b"1")
+        self._records.publish(self._rank, self.recorder.parts().items())
         for group in self.groups:
             group.observer = None
         self.groups.observer = None
@@ -157,49 +147,15 @@ class KeptProcess:
         """
         if self._holds_all or len(set(nodes)) < 2:
             return
-        self._hold(self._rank, [(group.kept_name, group.setup_rank) for group in self.groups])
+        own = [(group.kept_name, group.setup_rank) for group in self.groups]
+        self._records.hold(self._rank, own)
         others = () if self.was_resized else guests(nodes, self._rank, copies)
         for rank in others:
-            self._hold(rank, [(name, members.index(rank)) for name, members in groups[rank]])
-        if self._holds.issuperset((self._rank, *others)):
+            places = [(name, members.index(rank)) for name, members in groups[rank]]
+            self._records.hold(rank, places)
+        if self._records.holds_all((self._rank, *others)):
             self._holds_all = True
             self.link.tell({"kind": "kept holds", "copies": copies})
-
-    def _hold(self, rank: int, places: Sequence[tuple[str, int]]) -> None:
-        """Know a rank's record, if the store has all of it.
-
-        Args:
-            rank: with which it has run the set-up.
-            places: its groups, and its rank there.
-        """
-        records = self._records.store()
-        if rank in self._holds or records.peek(f"{RECORDS}/{setup_record.whole_key(rank)}") is None:
-            return
-        for place in places:
-            for key in setup_record.keys(*place):
-                value = records.peek(f"{RECORDS}/{key}")
-                if value is not None:
-                    self._known[key] = value
-        self._holds.add(rank)
-
-    def _store_again(self, notice: Notice) -> None:
-        """The store was lost with its node: store in another one what newcomers need. A newer notice ends this.
-
-        Raises:
-            RendezvousConnectionError: it does not answer, or there is a newer notice.
-        """
-        records = Wiring(notice.host, notice.port, RECORDS, notice.generation)
-        self._storing = records
-        if self._is_outdated(notice):
-            records.cut()
-        store = records.store()
-        for key, value in self._known.items():
-            if store.peek(f"{RECORDS}/{key}") is None:
-                records.set(key, value)
-        for rank in self._holds:
-            records.set(setup_record.whole_key(rank), b"1")
-        self._storing = None
-        self._records, self._address = records, (notice.host, notice.port)
 
     def _is_outdated(self, notice: Notice) -> bool:
         newest = self.link.newest
@@ -211,9 +167,11 @@ class KeptProcess:
         Raises:
             RendezvousConnectionError: the workers' store is another one now, and does not answer; or there is a newer notice.
         """
-        if (notice.host, notice.port) != self._address or self._records.is_cut:
-            self._store_again(notice)
+        self._records.store_again(
+            notice.host, notice.port, notice.generation, lambda: self._is_outdated(notice)
+        )
         self._take_place(notice.place)
+        self._records.say_seen(self._rank)
         wiring = self.wiring_of(notice.generation, notice.host, notice.port)
         self._forming = wiring
         self.link.meet(notice.generation)
@@ -240,28 +198,23 @@ class KeptProcess:
 
     def _cut(self, notice: Notice) -> None:
         """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""
-        for wiring in {self.groups.wiring, self._forming, self._storing}:
+        for wiring in {self.groups.wiring, self._forming}:
             if wiring is not None and wiring.generation < notice.generation:
                 wiring.cut()
+        self._records.cut(notice.generation)
         if self.copies is not None:
             self.copies.cut(notice.generation)
 
     def _read(self, key: str) -> bytes | None:
         try:
-            if not self._is_whole:
-                # In a new store, the others have to store it first.
-                self._records.wait(setup_record.whole_key(self._rank), RECORD_PATIENCE)
-                self._is_whole = True
-            value = self._records.store().peek(f"{RECORDS}/{key}")
-            if value is not None:
-                self._known[key] = value
-            return value
-        except TimeoutError:
+            return self._records.read(key, self._rank, is_spare=self._is_spare)
+        except RecordsLost:
+            if not self._is_spare:
+                # Another process in its place could not read it, either.
+                self.link.tell({"kind": "kept refused"})
             raise ElasticError(
                 f"the record of the set-up of rank {self._rank} was lost with the nodes that held it"
             ) from None
-        except RendezvousConnectionError:
-            return None
 
 
 def _take_streams(fds: Sequence[int]) -> None:
@@ -291,13 +244,14 @@ def _begin() -> None:
     try:
         host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
         generation = int(variables["RALLY_GENERATION"])
-        rank, node = int(variables["RANK"]), int(variables["GROUP_RANK"])
+        rank, ranks = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        node = int(variables["GROUP_RANK"])
         nodes = int(variables["GROUP_WORLD_SIZE"])
     except (KeyError, ValueError):
         return
     takes_over, is_spare = TAKES_OVER in variables, rank_watch.SPARE in variables
     _process = KeptProcess(
-        host, port, generation, rank, node, nodes, takes_over=takes_over, is_spare=is_spare
+        host, port, generation, rank, ranks, node, nodes, takes_over=takes_over, is_spare=is_spare
     )
 
 
