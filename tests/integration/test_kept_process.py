@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from rallypoint.elastic.worker import process
 from rallypoint.errors import RendezvousConnectionError
 
 worker = process.current()
-worker._known["0/part"] = b"of the set-up"
-worker._holds.add(0)
+worker._records._known["0/part"] = b"of the set-up"
+worker._records.note_read(0)
 notice = worker.link.wait(0, 30)
 while True:
     try:
@@ -42,7 +43,7 @@ def test_who_waits_for_a_store_that_nobody_serves_hears_of_the_next_one() -> Non
     with closing(ServedStore()) as store, socket.create_server(("127.0.0.1", 0)) as unserved, ours:
         port = unserved.getsockname()[1]
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RALLY_GENERATION": "0"}
-        ranks = {"RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}
 
         def tell(generation: int, port: int) -> None:
             where = {"generation": generation, "host": "127.0.0.1", "port": port}
@@ -76,3 +77,45 @@ def test_who_waits_for_a_store_that_nobody_serves_hears_of_the_next_one() -> Non
             worker.kill()
             worker.wait()
             worker.stdout.close()
+
+
+NEWCOMER = """
+import sys
+from rallypoint._core import supervisor_line
+supervisor_line.hold(int(sys.argv[1]))
+import torch
+import torch.distributed as dist
+from rallypoint import elastic
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_newcomer_whose_store_is_lost_waits_to_be_ended() -> None:
+    """It would blame the script for the results that it cannot read."""
+    ours, theirs = socket.socketpair()
+    with closing(ServedStore()) as store, ours:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+        kind = {"RALLY_GENERATION": "1", "RALLY_TAKES_OVER": "1"}
+        with theirs:
+            worker = subprocess.Popen(
+                [sys.executable, "-c", NEWCOMER, str(theirs.fileno())],
+                env={**os.environ, **where, **ranks, **kind},
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[theirs.fileno()],
+            )
+        assert worker.stderr is not None
+        try:
+            assert store.get("rally/kept/seen/1", 30.0) == b"1"  # it waits for its record
+            store.close()
+            assert not select.select([worker.stderr], [], [], 1.0)[0]
+            ours.close()
+            _, said = worker.communicate(timeout=30)
+            assert "RendezvousConnectionError" in said
+            assert "first start" not in said
+        finally:
+            worker.kill()
+            worker.communicate()

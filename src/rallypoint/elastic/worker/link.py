@@ -187,6 +187,11 @@ class Link:
                 self._changed.wait(left)
             return self._newest
 
+    def await_end(self, timeout: float) -> None:
+        """Wait to be ended by the supervisor. Blocks: until the time is over, or the supervisor is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over, timeout)
+
     def _listen(self) -> None:
         data = b""
         poller = select.poll()

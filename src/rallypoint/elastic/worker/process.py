@@ -14,7 +14,7 @@ from rallypoint.elastic.communication.groups import Groups
 from rallypoint.elastic.communication.setup_record import Recorder, Replay
 from rallypoint.elastic.replication.copies import Copies
 from rallypoint.elastic.replication.partners import guests
-from rallypoint.errors import ElasticError
+from rallypoint.errors import ElasticError, RendezvousConnectionError
 
 from .link import Link, Notice
 from .records import Records, RecordsLost
@@ -22,6 +22,8 @@ from .records import Records, RecordsLost
 
 # Set by the supervisor for a worker that takes the place of a lost one.
 TAKES_OVER = "RALLY_TAKES_OVER"
+# Seconds in which nodes that have lost the store meet again, if they can.
+END_PATIENCE = 60.0
 
 
 class KeptProcess:
@@ -215,6 +217,10 @@ class KeptProcess:
             raise ElasticError(
                 f"the record of the set-up of rank {self._rank} was lost with the nodes that held it"
             ) from None
+        except RendezvousConnectionError:
+            # The store is lost. The supervisor ends this process when it knows the next one, and starts another.
+            self.link.await_end(END_PATIENCE)
+            raise
 
 
 def _take_streams(fds: Sequence[int]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rallypoint.elastic.communication import setup_record
 from rallypoint.elastic.communication.connections import Wiring
-from rallypoint.errors import RendezvousConnectionError
 
 
 # Where they are in the store.
@@ -132,6 +131,7 @@ class Records:
 
         Raises:
             RecordsLost: nobody has it, or nobody has stored it in time.
+            RendezvousConnectionError: the store does not answer.
         """
         try:
             if not self._is_read:
@@ -140,11 +140,9 @@ class Records:
                 if self._wiring.wait(setup_record.whole_key(rank), PATIENCE) == _LOST:
                     raise RecordsLost
                 self._is_read = True
-            value = self._peek(key)
         except TimeoutError:
             raise RecordsLost from None
-        except RendezvousConnectionError:
-            return None
+        value = self._peek(key)
         if value is not None:
             self._known[key] = value
         return value
