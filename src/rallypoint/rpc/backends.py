@@ -149,7 +149,7 @@ def _site(store: Any, world_size: int | None) -> Site:
         # The launcher started all workers on this host.
         alone = bool(size) and size == env.get("LOCAL_WORLD_SIZE")
         if is_loopback(host) or (alone and is_loopback(addr)):
-            # Only this host reaches the store. The launcher's workers have one user and one view of files.
+            # Only this host reaches the store. The launcher's workers share one user and one view of the file system.
             return Site(addr, addr, one_host=alone and size == str(world_size))
         # Many hosts resolve their own name to 127.0.1.1; others can still reach them by the name.
         return Site(host) if is_loopback(addr) else Site(addr, addr)
@@ -173,7 +173,7 @@ def _construct_tensorpipe(
 
 
 def register_built_in() -> None:
-    """Idempotent."""
+    """Register the built-in backends. Idempotent."""
     if not backend_registered(NATIVE):
         register_backend(NATIVE, _construct_native, _init_native)
         register_backend("RALLYPOINT_FAULTY", _construct_faulty, _init_faulty)

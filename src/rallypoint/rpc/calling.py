@@ -43,7 +43,7 @@ def rpc_sync(
     """Run a function on a worker and return its result. Blocks.
 
     Args:
-        to: name, rank or info of the worker; this one is allowed.
+        to: name, rank or info of the worker, which may be this one.
         func: a function that both workers can import under the same module and name; may be ``async def``.
         args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
         timeout: seconds; 0: no limit. The default is the ``rpc_timeout`` of the options. If this code itself serves a
@@ -78,7 +78,7 @@ def rpc_async(
     the future is done.
 
     Args:
-        to: name, rank or info of the worker; this one is allowed.
+        to: name, rank or info of the worker, which may be this one.
         func: a function that both workers can import under the same module and name; may be ``async def``.
         args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
         timeout: seconds, as for :func:`rpc_sync`.
@@ -111,7 +111,7 @@ def rpc_stream(
     """Run a generator function (``async def`` too) on a worker, and iterate over its items as they arrive.
 
     Args:
-        to: name, rank or info of the worker; this one is allowed.
+        to: name, rank or info of the worker, which may be this one.
         func: a generator function that both workers can import under the same module and name.
         args, kwargs: its arguments.
         timeout: seconds for the whole stream; as for :func:`rpc_sync`.
@@ -140,7 +140,7 @@ def rpc_stream(
 def prepare(
     func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None
 ) -> tuple[int, int, tuple[Any, tuple[Any, ...], dict[str, Any] | None]]:
-    """The message for a call: its kind, its flags, and function and arguments.
+    """The message for a call: its kind, its flags, and the function with its arguments.
 
     Raises:
         TypeError: one of them has the wrong type.
@@ -163,7 +163,7 @@ def prepare(
 
 
 def positional(args: Any) -> tuple[Any, ...]:
-    """The positional arguments of a call, as its user gave them.
+    """The positional arguments of a call, as the user gave them.
 
     Raises:
         TypeError: they are not in a tuple or list.

@@ -109,7 +109,7 @@ def identity_of(tls: bool | Tls) -> Identity | None:
 
 def _load(context: ssl.SSLContext, tls: Tls) -> None:
     def ask() -> NoReturn:
-        # Otherwise OpenSSL would ask on the terminal.
+        # Otherwise OpenSSL would prompt on the terminal.
         raise ConfigError(
             "tls.key",
             str(tls.key),

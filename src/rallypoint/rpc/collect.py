@@ -15,7 +15,7 @@ from .torch_private import NativeFuture
 def collect_all(futures: Sequence[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future that is done when all of these are, or when the first one fails.
 
-    torch's waits for the others if the failure was set from Python, as those of calls are here.
+    torch's function waits for the others if the failure was set from Python, as the failures of our calls are.
     """
     collected: RpcFuture[list[Future[Any]]] = RpcFuture()
     # The futures themselves report failures that are never looked at.

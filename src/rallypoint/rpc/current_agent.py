@@ -9,15 +9,15 @@ from rallypoint.errors import RpcError
 
 
 _NOT_INITIALIZED = "RPC has not been initialized in this process: call init_rpc first"
-# Of a parent's calls, futures and streams in a forked child.
+# Said of the parent's calls, futures and streams in a forked child.
 ELSEWHERE = "it belongs to the worker from which this process was forked, which receives the answer"
 
 _current: Any = None
-# The same agent, but only while it may make calls: not once it begins to leave.
+# The same agent, but only while it may make calls: until it starts to leave.
 _member: Any = None
 # In a forked child: the name of the parent's worker.
 _parent: str | None = None
-# The worker that left its group by a shutdown, until this process is in a group again.
+# The name of the worker that left its group by a shutdown, until this process is in a group again.
 _shut_down: str | None = None
 # In a forked child: keeps the parent's agent alive if it does not handle forks. Its destructor would wait for threads
 # that the child does not have.
@@ -56,7 +56,7 @@ def set_current_agent(agent: Any) -> None:
 
 
 def leave_group(*, shut_down: bool) -> Any:
-    """The agent begins to leave: no new calls, but those in progress still find it. Returns it.
+    """The agent starts to leave: no new calls, but those in progress still find it. Returns the agent.
 
     Args:
         shut_down: whether the user asked for it, which later errors mention.

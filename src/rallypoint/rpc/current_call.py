@@ -15,8 +15,8 @@ class CurrentCall:
         caller: the worker that made the call.
         deadline: when the caller stops waiting, in seconds of ``time.monotonic()``; None without a limit.
         cancelled: whether the caller has cancelled the call or timed out. A long function can check this and return.
-        is_over: whether it was answered, or given up. Tasks that its code has started may go on, without its deadline.
-        size: the bytes of tensors that came with it.
+        is_over: whether the call was answered or given up. Tasks that its code started may go on, without its deadline.
+        size: how many bytes of tensors came with the call.
     """
 
     __slots__ = ("caller", "cancelled", "deadline", "is_over", "size")

@@ -12,7 +12,7 @@ CURRENT: ContextVar[Any] = ContextVar("rallypoint_rpc_autograd", default=None)
 
 
 class within(AbstractContextManager[None]):  # noqa: N801  # it reads as a function
-    """In the block, calls are made in this context; None: in none.
+    """Within the block, calls are made in this context; None: in no context.
 
     A class, since contextlib's generators assign to the exceptions that leave a block, which not every exception allows.
     """

@@ -1,7 +1,7 @@
 """Device maps: which device of one worker corresponds to which device of another. Checked before the first call. Pure.
 
-A tensor on a device of the caller arrives on the device that the caller's map for that worker names. Results follow the
-map backwards. So a map is one to one, and both workers must have the devices in it.
+A tensor in a call arrives on the device that the caller's map for the callee assigns to the tensor's device. Results follow
+the map in reverse. So a map must be one to one, and both workers must have the devices in it.
 
 The first line of each error is exactly torch's, because programs and tests look for it.
 """
@@ -32,7 +32,7 @@ class Device:
         """Convert a device in any of torch's notations.
 
         Args:
-            value: a ``torch.device``, its text, or the number of a CUDA device.
+            value: a ``torch.device``, its string, or the number of a CUDA device.
 
         Returns:
             The device.
@@ -148,7 +148,7 @@ def _problem_of_map(
 
 
 def reverse_maps(name: str, nodes: Mapping[str, NodeDevices]) -> dict[str, dict[Device, Device]]:
-    """The maps that replies of a worker follow.
+    """The maps that a worker's replies follow.
 
     Args:
         name: the worker that is called.

@@ -25,7 +25,7 @@ from .time_limits import is_negative, limit_of
 
 logger = logging.getLogger(__name__)
 
-# State under torch's name, which programs and torch's own tests set.
+# State under torch's name. Programs and torch's own tests set it.
 _ignore_rref_leak = True
 # Seconds that a graceful shutdown waits for answers that are still being sent.
 _LAST_WORDS = 5.0
@@ -38,7 +38,7 @@ class Leaving:
 
     Attributes:
         closed: the agent is closed.
-        ended: the call of ``shutdown`` that leads is over.
+        ended: the leading call of ``shutdown`` is over.
         error: what that call raised. Set before ``ended``.
     """
 
@@ -53,9 +53,9 @@ class Leaving:
         self.ended.set()
 
 
-# Held for moments: to decide who ends the membership, and while an agent starts. A signal handler may hold it twice.
+# Held briefly: to decide which thread ends the membership, and while an agent starts. A signal handler may take it again.
 turn = threading.RLock()
-# The end in progress.
+# The departure in progress.
 _leaving: Leaving | None = None
 
 
@@ -63,7 +63,7 @@ def _wait_all_workers(timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> di
     """Wait until every worker has called ``shutdown``. Returns the call counts of each.
 
     Raises:
-        DeadlineExceeded: some did not in time; names them.
+        DeadlineExceeded: some did not do so in time; the error names them.
     """
     agent = required_agent()
     try:
@@ -81,10 +81,10 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the group. This worker has left, and its resources are released, even if this raises.
+    """Leave the group. Even if this raises, the worker has left and its resources are released.
 
-    If several threads call it at once, one of the calls does it. The others wait for that one, each up to its own
-    ``timeout``, and raise what it raises. ``graceful=False`` ends one that waits.
+    If several threads call it at once, one call does the work. The others wait for it, each up to its own ``timeout``,
+    and raise what it raises. A call with ``graceful=False`` cuts a waiting one short.
 
     Args:
         graceful: whether to wait first. In a static group this is collective: it blocks until all workers have called
@@ -93,7 +93,7 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
         timeout: seconds to wait; 0: no limit; negative: the default timeout of calls.
 
     Raises:
-        DeadlineExceeded: some workers did not call ``shutdown`` in time, which the error names, or calls were still in
+        DeadlineExceeded: some workers did not call ``shutdown`` in time (the error names them), or calls were still in
             progress.
         PeerLost: another member of a static group is gone.
         RpcError: this process is not in a group; others still have references to values of this worker; a function that
@@ -144,17 +144,17 @@ def shutdown(graceful: bool = True, timeout: float = constants.DEFAULT_SHUTDOWN_
 
 
 def _limit(agent: Any, timeout: float) -> float | None:
-    """The seconds of a shutdown; None: no limit. Another backend reads its argument itself."""
+    """The time limit of a shutdown in seconds; None: no limit. Another backend interprets its argument itself."""
     if not isinstance(agent, Agent):
         return timeout if timeout > 0 else None
     return limit_of(agent.default_timeout if is_negative(timeout) else timeout)
 
 
 def _follow(leaving: Leaving, agent: Any, limit: float | None) -> None:
-    """Another thread leaves the group: wait for it, and raise what it raises.
+    """Another thread is leaving the group: wait for it, and raise what it raises.
 
     Raises:
-        DeadlineExceeded: it takes longer than this call's own limit, which ends it.
+        DeadlineExceeded: it takes longer than this call's own limit. This call then ends the membership.
     """
     patience = _CLOSING
     try:
@@ -199,7 +199,7 @@ def _end(agent: Any, graceful: bool, timeout: float, limit: float | None) -> Non
             # Without an argument if there is no limit: programs and torch's tests replace this function.
             _delete_all_user_and_unforked_owner_rrefs(*(() if left is None else (left,)))
             _quiesce(agent, deadline, first)
-            # Others may still wait for answers.
+            # Others may still be waiting for answers.
             agent.wait_idle(Deadline(_LAST_WORDS))
             if not _ignore_rref_leak:
                 leaks = agent.rrefs.leaks()
@@ -221,7 +221,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
     or served in between.
 
     Args:
-        first: the first wave, if it was made already.
+        first: the first wave, if there already was one.
     """
     agent.contexts.tell_ended()
     _wait_idle(agent, deadline)
@@ -234,7 +234,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
     while True:
         left = deadline.remaining()
         said = _all_gather(_work_of(agent), names, 0 if left is None else max(left, 0.001))
-        # Compared with the wave before, not sent with served: cancelled calls and those to lost workers are never served.
+        # Compare with the previous wave, not calls made with calls served: those cancelled or to lost workers are never served.
         if said == before:
             return
         before = said
@@ -242,7 +242,7 @@ def _quiesce(agent: Agent, deadline: Deadline, first: dict[str, Any] | None) -> 
 
 
 def _work_of(agent: Agent) -> tuple[int, int, bool]:
-    """The numbers of calls that it has made and served for the program, and whether it is idle."""
+    """How many calls the agent has made and served for the program, and whether it is idle."""
     return agent.made.value(), agent.done.value(), agent.is_idle()
 
 
@@ -254,7 +254,7 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
 def finalize(patience: float = _CLOSING, *, shut_down: bool = False) -> None:
     """End this process's membership, whatever the state of its agent.
 
-    If another thread is doing so, wait until it has.
+    If another thread is already doing so, wait until it is done.
 
     Args:
         patience: seconds to wait for functions that are still running.
@@ -290,7 +290,7 @@ def finalize(patience: float = _CLOSING, *, shut_down: bool = False) -> None:
 
 
 def _abandon() -> None:
-    """In a forked child: a thread of the parent may have held the lock, and nobody leaves."""
+    """In a forked child: a thread of the parent may have held the lock, and no departure is in progress."""
     global turn, _leaving  # noqa: PLW0603  # of this process
     turn = threading.RLock()
     _leaving = None

@@ -40,7 +40,7 @@ _exported: dict[int, object] = {}
 
 
 def export(thing: T) -> T:
-    """Let other workers call a function or class of a worker with the option ``exported_only``. A decorator.
+    """Decorator: let other workers call a function or class even if this worker has the option ``exported_only``.
 
     For a class, this covers the class itself, its public methods through references, and its public static and class
     methods by name. A subclass inherits only the methods of an exported base. Without the option, this has no effect.
@@ -71,7 +71,7 @@ def is_exported(found: Any) -> bool:
     while isinstance(inner, FunctionType) and (wrapped := getattr(inner, "__wrapped__", None)):
         inner = wrapped
         if _exported.get(id(inner)) is inner:
-            # Not an unrelated function that copied the attributes of an exported one: its name leads elsewhere.
+            # Rule out an unrelated function that copied an exported one's attributes: its name leads elsewhere.
             return _by_name(found) is found
     return False
 

@@ -39,7 +39,7 @@ S = TypeVar("S")
 
 
 def copy_of(error: BaseException) -> BaseException:
-    """A copy of an exception without its frames, to be raised in another place; itself if it cannot be copied."""
+    """A copy of an exception without its frames, to be raised elsewhere; the exception itself if it cannot be copied."""
     kind = type(error)
     try:
         made: BaseException = copy.copy(error)
@@ -57,7 +57,7 @@ def copy_of(error: BaseException) -> BaseException:
 
 
 def _in_context(context: Any, callback: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A callback runs wherever the answer is read. Gradients flow through the calls that it makes, too."""
+    """Have a callback run in a context, wherever the answer is read: gradients flow through the calls that it makes, too."""
 
     def call_back(done: Any) -> None:
         with within(context):
@@ -69,9 +69,9 @@ def _in_context(context: Any, callback: Callable[[Any], None]) -> Callable[[Any]
 def again(error: BaseException) -> BaseException:
     """A copy of a future's exception, to be raised in its place.
 
-    A raised exception refers to the frames it passes through, and they to the future. torch's futures are C++ objects,
-    so the garbage collector would not find this cycle, and it would leak. It also refers to the exception that was being
-    handled where it was raised, and so to that one's frames.
+    A raised exception refers to the frames it passes through, and these refer to the future. torch's futures are C++
+    objects, so the garbage collector would not find this cycle, and it would leak. The exception also refers to the one
+    that was being handled where it was raised, and so to that one's frames.
     """
     made = copy_of(error)
     if made is not error:
@@ -107,7 +107,7 @@ class RpcFuture(Future[T]):
     that is never looked at.
     """
 
-    # No __dict__: one object less per call for the garbage collector.
+    # No __dict__: one object fewer per call for the garbage collector.
     __slots__ = ("_is_seen", "_process", "_unseen", "call", "is_watched")
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class RpcFuture(Future[T]):
 
         Raises:
             Exception: what the function raised, or why there is no answer.
-            RpcError: this process was forked from the one that made the call before the answer arrived.
+            RpcError: the parent process made the call, and forked this one before the answer arrived.
         """
         if self._process is not forks.process:
             self._check_process()
@@ -148,7 +148,7 @@ class RpcFuture(Future[T]):
                 run_due()
 
     def _sleep(self) -> None:
-        """Sleep until it is completed. Unlike torch's wait, this can be interrupted by signals."""
+        """Sleep until the future is complete. Unlike torch's wait, this can be interrupted by signals."""
         awake = threading.Lock()
         awake.acquire()
         _call_back(self, lambda _: awake.release())
@@ -176,7 +176,7 @@ class RpcFuture(Future[T]):
             )
 
     def _look(self) -> None:
-        """Note that the answer is looked at, or will be."""
+        """Record that the answer has been looked at, or will be."""
         # In this order: fail() may run in between, and checks _is_seen.
         self._is_seen = True
         self._unseen = None
@@ -203,8 +203,8 @@ class RpcFuture(Future[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of the result of ``callback(self)``.
 
-        If the callback raises, ``wait`` raises as with torch's futures: this future's own error unchanged, any other one
-        as the cause of a RuntimeError.
+        If the callback raises, ``wait`` raises this future's own error, a RuntimeError or a RallyError unchanged, and any
+        other error as the cause of a RuntimeError, as torch's futures do.
 
         Raises:
             TypeError: ``callback`` cannot be called.
@@ -247,7 +247,7 @@ class RpcFuture(Future[T]):
         ``current_call().cancelled``.
 
         Returns:
-            False if the answer had arrived already.
+            False if the answer had already arrived.
         """
         self._check_process()
         call = self.call
@@ -285,11 +285,11 @@ class RpcFuture(Future[T]):
             )
 
     def complete(self, value: Any) -> None:
-        """Complete it with the answer of its call."""
+        """Complete the future with its call's answer."""
         _set_result(self, value)
 
     def fail(self, error: BaseException) -> None:
-        """Complete it with an error."""
+        """Complete the future with an error."""
         if not isinstance(error, Exception):
             # SystemExit and the like would end the wrong program, and torch's futures reject them.
             error = RemoteError(type(error).__name__, message_of(error))

@@ -1,4 +1,4 @@
-"""All-gather of objects by calls. The worker whose name sorts first collects and distributes them."""
+"""All-gather of objects, implemented with calls. The worker whose name sorts first collects and distributes them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Gatherings:
         """Add a worker's object; True if it was the last one.
 
         Raises:
-            RpcError: the worker does not take part, or has sent an object already.
+            RpcError: the worker does not take part, or has already sent an object.
         """
         if name not in names:
             raise RpcError(
@@ -95,7 +95,7 @@ class Gatherings:
             return self._states.pop(sequence_id, AllGatherStates())
 
     def clear(self) -> None:
-        """This process joins or leaves a group: end all, also for threads that wait."""
+        """This process joins or leaves a group: end all, and wake the threads that wait for one."""
         with self._lock:
             for state in self._states.values():
                 if not state.proceed_signal.is_set():
@@ -111,7 +111,7 @@ def wait(
     """Wait until all objects have arrived.
 
     Raises:
-        DeadlineExceeded: some are missing; names the workers.
+        DeadlineExceeded: some are missing; the error names the workers.
         PeerLost: a worker whose object is missing is gone.
         RpcError: this worker has left the group.
     """
@@ -160,7 +160,7 @@ def _all_gather(
     Collective: each of ``worker_names`` (by default all current members) calls it. Blocks.
 
     Raises:
-        DeadlineExceeded: some did not call it in time; names them.
+        DeadlineExceeded: some did not call it in time; the error names them.
         PeerLost: one of them is gone and had not called it.
         RpcError: another thread of this worker has left the group.
     """
@@ -193,7 +193,7 @@ def _all_gather(
         )
     state = _gatherings.state(sequence_id)
     try:
-        # The agent closes before all states are cleared: either is seen here.
+        # The agent closes before the states are cleared, so one or the other is seen here.
         if getattr(agent, "is_closed", False):
             raise RpcError(_LEFT)
         watch = getattr(agent, "watch", None)
@@ -222,8 +222,8 @@ def _gather_to_leader(
     """Runs on the leader, for the worker that calls it.
 
     Raises:
-        PeerLost: this worker is leaving the group, because another one is gone or did not come in time.
-        RpcError: another one speaks for it, or this worker does not lead such an all-gather.
+        PeerLost: this worker is leaving the group, because another one is gone or did not take part in time.
+        RpcError: the object is not the caller's own, or this worker does not lead such an all-gather.
     """
     leader, agent = _leader_of(sequence_id), member_agent()
     if agent is None:
@@ -239,7 +239,7 @@ def _broadcast_to_followers(sequence_id: tuple[str, ...], objects_map: dict[str,
     """Runs on each of the others, for the leader.
 
     Raises:
-        RpcError: it does not lead such an all-gather, or this worker does not take part.
+        RpcError: the caller does not lead such an all-gather, or this worker does not take part.
     """
     agent = required_agent()
     me, caller = agent.me.name, _caller(agent)
@@ -249,16 +249,16 @@ def _broadcast_to_followers(sequence_id: tuple[str, ...], objects_map: dict[str,
 
 
 def _caller(agent: Any) -> str:
-    """Who calls: this worker itself, if no other one does."""
+    """The name of the calling worker; this worker's own if no other one is calling."""
     serving = current_call()
     return str(agent.me.name if serving is None else serving.caller.name)
 
 
 def _leader_of(sequence_id: object) -> str:
-    """The first of the names in an all-gather's id, which follow its number.
+    """The leader's name, which follows the number in an all-gather's id.
 
     Raises:
-        RpcError: it is none.
+        RpcError: it is not such an id.
     """
     parts = sequence_id if isinstance(sequence_id, tuple | list) else ()
     if len(parts) < 2 or not all(type(each) is str for each in parts):

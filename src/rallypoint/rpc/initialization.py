@@ -47,7 +47,7 @@ def init_rpc(
     *,
     store: Any = None,
 ) -> None:
-    """Join a group. From then on, this worker can make calls and serves those of others.
+    """Join a group. From then on, this worker can make calls and serves calls from others.
 
     In a static group, this is collective: every member calls it, and it blocks until all have joined. A worker that was
     :class:`Expelled` can call it again.
@@ -57,11 +57,11 @@ def init_rpc(
         backend: the backend; by default the one that the options belong to, else ``BackendType.RALLYPOINT``.
         rank: this worker's id, unique in the group. Optional in a dynamic group.
         world_size: the number of members; None: a dynamic group, which members join and leave at any time.
-        rpc_backend_options: options of the backend; by default its defaults, which meet at ``env://``.
+        rpc_backend_options: the backend's options. Its defaults meet at ``env://``.
         store: a c10d store for the members to meet in, instead of ``init_method``.
 
     Raises:
-        RpcError: this process is a member already, the name is taken, or the group cannot be formed.
+        RpcError: this process is already a member, the name is taken, or the group cannot be formed.
         DeadlineExceeded: some members did not join in time; the error names them.
         TypeError: ``rank``, ``world_size``, ``backend`` or the options have the wrong type.
         ConfigError: ``rank`` does not fit ``world_size``.
@@ -183,7 +183,7 @@ def _init_rpc_backend(
 def _init_rpc_states(agent: Any) -> None:
     gather.forget_all()
     if isinstance(agent, Agent) and _torch_rules and "torch.distributed.autograd" in sys.modules:
-        # Programs and torch's tests ask for its debug information. Its other functions raise.
+        # Programs and torch's tests ask torch.distributed.autograd for debug information. Its other functions raise.
         with contextlib.suppress(Exception):
             init_autograd(agent.me.id)
     _set_and_start_rpc_agent(agent)
@@ -192,7 +192,7 @@ def _init_rpc_states(agent: Any) -> None:
 def _set_and_start_rpc_agent(agent: Any) -> None:
     """Start to serve calls, once this process can make calls itself."""
     forks.call_in_child(_abandon)
-    # A shutdown in another thread waits until it has started.
+    # A shutdown in another thread waits until the agent has started.
     with finalization.turn:
         set_current_agent(agent)
         if isinstance(agent, Agent):

@@ -1,15 +1,15 @@
 """Signal handlers run between the steps of a call, never within one, so that a handler may make calls itself.
 
-Python runs a handler on the main thread wherever that is, even where it holds one of our locks or the role of a
+Python runs a handler on the main thread wherever that thread is, even where it holds one of our locks or the role of a
 connection's reader. A call in the handler would then deadlock with the frames below it. C code does not have this
 problem, since Python waits until it returns. Wrapping handlers gives our code the same protection:
 
 - Outside our code, the handler runs at once.
-- Where the main thread sleeps until an answer comes (:class:`Rest`), it first releases what others need. After the
+- Where the main thread sleeps until an answer arrives (:class:`Rest`), it first releases what others need. After the
   handler has run, the sleep ends with :class:`Lent` and is repeated.
-- Anywhere else, the handler becomes due. It runs before the next such sleep (:meth:`Rest.check`), when the call returns, or when the
-  signal, which is sent again after a millisecond, arrives in one of the two cases above. If it finds the main thread in
-  the same place again and again, that is another kind of wait, and the handler runs.
+- Anywhere else, the handler becomes due. It runs before the next such sleep (:meth:`Rest.check`), when the call returns,
+  or when the signal, which is sent again every millisecond, arrives in one of the two cases above. If the signal keeps
+  finding the main thread in the same place, the thread is in some other kind of wait, and the handler runs.
 
 Handlers are wrapped while this process is a worker, by replacing ``signal.signal`` and ``signal.getsignal``, which still
 show the original handlers. Python's own handler for Ctrl-C is not wrapped.
@@ -32,7 +32,7 @@ from .torch_private import start_thread
 _PACKAGE = Path(__file__).parent
 _OURS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'wire'}{os.sep}")
 _main = threading.main_thread().ident
-# Seconds until a signal is sent again, and how often it must find the same place.
+# Seconds until a signal is sent again, and how often it must find the main thread in the same place.
 _AGAIN = 0.001
 _STANDS = 20
 
@@ -61,7 +61,7 @@ class Rest:
 
     @staticmethod
     def of_main(lend: Callable[[], None]) -> Rest | None:
-        """None on other threads, which run no handlers."""
+        """A rest on the main thread; None on other threads, which run no handlers."""
         return Rest(lend) if threading.get_ident() == _main else None
 
     def call(self, sleep: Callable[[Any], Any], argument: Any) -> Any:
@@ -103,7 +103,7 @@ class Rest:
         self._lend()
 
 
-# The main thread's, innermost last: a handler may be interrupted by another.
+# The main thread's rests, innermost last: a handler may be interrupted by another.
 _rests: list[Rest] = []
 # Due handlers by signal, with the frame that was interrupted. Checked by others before they call :func:`run_due`.
 DUE: dict[int, tuple[Handler, FrameType | None]] = {}

@@ -1,4 +1,4 @@
-"""Who does what when several threads of a worker call ``shutdown``: one leads, the others wait for it."""
+"""The roles of threads that call ``shutdown`` at the same time: one leads, the others wait for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class Part(enum.Enum):
     """What a call of ``shutdown`` has to do."""
 
-    # Nobody has begun: this call ends the membership.
+    # No other call has started: this one ends the membership.
     LEAD = enum.auto()
-    # Another thread ends it: wait for that, and have its outcome.
+    # Another thread is ending it: wait, then return or raise as that thread does.
     FOLLOW = enum.auto()
-    # Somebody ends it gracefully: end it at once instead.
+    # Another call is ending it gracefully: end it at once instead.
     CUT_SHORT = enum.auto()
-    # Another thread, or the interrupted code, closes the agent already; waiting for that would hold it up.
+    # Another thread, or the interrupted code, is already closing the agent; waiting for it would hold it up.
     RETURN = enum.auto()
-    # It would wait for itself.
+    # This call would wait for itself.
     REFUSE = enum.auto()
 
 
@@ -26,8 +26,8 @@ class Roles:
     """The threads that end a membership, from the first ``shutdown`` on.
 
     Attributes:
-        leader: the one whose call of ``shutdown`` waits for other workers; None if the worker leaves without one.
-        closer: the one that closes the agent, as soon as there is one.
+        leader: the thread whose ``shutdown`` waits for other workers; None if the worker leaves without a ``shutdown``.
+        closer: the thread that closes the agent, once there is one.
     """
 
     leader: int | None = None
@@ -35,18 +35,18 @@ class Roles:
 
 
 def part_of(roles: Roles | None, me: int, *, graceful: bool, serving: bool) -> Part:
-    """The part of a call of ``shutdown``.
+    """The part that a call of ``shutdown`` plays.
 
     Args:
-        roles: who ends the membership already; None: nobody.
+        roles: the threads that are already ending the membership; None: there are none.
         me: the calling thread.
         graceful: as in ``shutdown``.
-        serving: whether the caller is a function that serves a call, for which a graceful end waits.
+        serving: whether the caller is a function that serves a call. A graceful shutdown waits for that call.
     """
     if roles is None:
         return Part.LEAD
     if me in (roles.leader, roles.closer):
-        # A signal handler that interrupted it.
+        # A signal handler that interrupted the leader or closer.
         if graceful:
             return Part.REFUSE
         return Part.CUT_SHORT if roles.closer is None else Part.RETURN

@@ -27,11 +27,11 @@ from .worker_info import WorkerInfo
 
 __all__ = ["DistributedOptimizer"]
 
-# A worker's own steps follow one another: parameters may be shared by several optimizers.
+# Steps on one worker run one after the other: several optimizers may share parameters.
 _lock = threading.Lock()
-# The optimizers on this worker. References keep them alive; a step names one by its number, which takes less time.
+# The optimizers on this worker. References keep them alive; a step names one by its number, which is faster.
 _local: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
-# It takes an optimizer that exists, and averages over a process group, of which calls know nothing.
+# It wraps an existing optimizer and averages over a process group, which calls know nothing about.
 _POST_LOCAL_SGD = "PostLocalSGDOptimizer"
 
 
@@ -74,7 +74,7 @@ class _LocalOptimizer:
         try:
             gradients = required_agent().contexts.get(context_id).gradients
         except RpcError:
-            # The caller knows the context, so it has only not come here.
+            # The context exists, since the caller knows it. It has not reached this worker.
             gradients = {}
         with _lock:
             before = [each.grad for each in self._parameters]
@@ -112,22 +112,22 @@ def step_local(number: int, context_id: int) -> None:
 class DistributedOptimizer:
     """One optimizer on each worker that has some of the parameters. They step together.
 
-    Steps of different workers run at the same time, and those on one worker one after the other. The parameters' own
+    Steps on different workers run at the same time, steps on one worker one after the other. The parameters' own
     ``.grad`` is neither read nor changed.
 
     Args:
-        optimizer_class: a class of optimizers that needs no closure, such as ``torch.optim.Adam``. Under an allow-list,
-            the workers' must contain it.
+        optimizer_class: an optimizer class that needs no closure, such as ``torch.optim.Adam``. If a worker has an
+            allow-list, it must contain the class.
         params_rref: references to the parameters. A list of a module's parameters is
             ``[rpc.RRef(p) for p in module.parameters()]`` on the worker that has it.
-        args, kwargs: for each of the optimizers, after its parameters.
+        args, kwargs: each optimizer's further arguments, after its parameters.
 
     Raises:
-        TypeError: ``optimizer_class`` is not a class of optimizers, or one that averages over a process group; or
+        TypeError: ``optimizer_class`` is not an optimizer class, or is one that averages over a process group; or
             ``params_rref`` does not contain references.
         PeerLost: a worker that has parameters is gone.
-        Exception: what the optimizer's class raised. All workers have answered by then; errors of further workers are
-            notes of the first one.
+        Exception: what the optimizer's class raised. All workers have answered by then; errors from other workers are
+            notes on the first one.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class DistributedOptimizer:
             (owner, remote(owner, make_local, (optimizer_class, owned, args, kwargs)))
             for owner, owned in by_owner.items()
         ]
-        # References are made without waiting: an error shows when the value is used.
+        # remote() does not wait: an error shows only when the value is used.
         numbers = _gather([(owner, rpc_async(owner, number_of, (each,))) for owner, each in made])
         self._optimizers = [
             (owner, reference, number)
@@ -159,7 +159,7 @@ class DistributedOptimizer:
         ]
 
     def step(self, context_id: int, *, timeout: float = constants.UNSET_RPC_TIMEOUT) -> None:
-        """Update all parameters that have a gradient in a context. Blocks until all workers have done it.
+        """Update all parameters that have a gradient in a context. Blocks until all workers have done so.
 
         Args:
             context_id: from :func:`rpc.autograd.context`.
@@ -168,7 +168,7 @@ class DistributedOptimizer:
         Raises:
             PeerLost: a worker that has parameters is gone.
             RpcError: this worker does not know the context.
-            Exception: what a step raised. All workers have answered by then; errors of further workers are notes of the
+            Exception: what a step raised. All workers have answered by then; errors from other workers are notes on the
                 first one.
         """
         agent = required_agent()
@@ -182,13 +182,13 @@ class DistributedOptimizer:
                 else:
                     steps.append((owner, _Step(agent, owner, number, context_id, timeout)))
         if own is not None:
-            # While the others do theirs.
+            # While the other workers run theirs.
             steps.append((own[0], _OwnStep(own[1], context_id)))
         _gather(steps)
 
 
 class _Step:
-    """A step on another worker, of which this thread waits for the answer."""
+    """A step on another worker. This thread waits for the answer."""
 
     def __init__(
         self, agent: Any, owner: WorkerInfo, number: int, context_id: int, timeout: float
@@ -208,7 +208,7 @@ class _Step:
 
 
 class _OwnStep:
-    """A step on this worker, done at once."""
+    """A step on this worker. It runs at once."""
 
     def __init__(self, number: int, context_id: int) -> None:
         self._error: Exception | None = None

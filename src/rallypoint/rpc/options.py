@@ -48,26 +48,26 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: how many functions run at the same time. Functions that wait for other workers do not count.
         rpc_timeout: default timeout of calls in seconds; 0: no limit.
         init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        device_maps: for each worker that is called, own devices mapped to that worker's devices.
+        device_maps: for each worker to call, this worker's devices mapped to that worker's.
         devices: the devices to use; None: all that occur in device maps.
         bind: the address to listen on for other hosts; ``*``: all addresses. None: the address that faces the group's
             store; only Unix sockets if the launcher started all members on this host.
         advertise: the address given to other workers; None: the address by which this host reaches the store.
-        port: a port, or a range ``(first, last)`` of which the first free port is taken; 0: any port.
+        port: a port, or a range ``(first, last)``, whose first free port is taken; 0: any port.
         transports: transports in order of preference. One that does not work here is skipped.
         secret: the secret of the group, at least 16 bytes. None: RALLY_SECRET, RALLY_SECRET_FILE or the launcher's
-            secret; without any, on one host, a key that only this user can read.
+            secret; failing those, on one host, a key that only this user can read.
         insecure: whether workers on several hosts may do without a secret.
         tls: whether to encrypt connections between hosts: True uses a new certificate for each worker; :class:`Tls` uses
             files. Must be the same on all workers.
         heartbeat: seconds without an acknowledgement after which a host counts as lost.
         pickle_by_value: whether to send lambdas and nested functions as well. Both workers need the same Python version.
-        allowed_modules: what messages of others may contain: modules and packages, for all that they define, or single
-            names (``package.module.Class``). None: anything, or, with one of the next two, only what needs no entry.
-        allowed_calls: what others may call: functions, classes, methods. None: what is in ``allowed_modules``.
+        allowed_modules: what messages from others may contain: modules and packages (all that they define) or single names
+            (``package.module.Class``). None: anything; if one of the next two is set, only what needs no entry.
+        allowed_calls: what others may call: functions, classes, methods. None: as ``allowed_modules``, unless ``exported_only``.
         exported_only: whether others may call only what has ``@rpc.export`` or is in ``allowed_calls``.
-        in_flight_bytes: how many bytes of tensors may be sent to one worker without a reply. Further calls wait. A
-            worker that leaves this many bytes of replies unread is not served until it reads them.
+        in_flight_bytes: how many bytes of tensors may be sent to one worker before it replies; further calls wait. A worker
+            that leaves this many bytes of replies unread is not served until it reads them.
         shared_memory_bytes: how many bytes of shared memory all connections together may use for large tensors.
         cuda_ipc: whether GPU tensors may be shared between processes of one host without leaving the GPU.
 
@@ -140,12 +140,12 @@ class NativeRpcBackendOptions(RpcBackendOptions):
         self.cuda_ipc = cuda_ipc
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Add to the device map for a worker. In calls to it, a tensor on a key of the map arrives on the value; results
-        follow the map backwards.
+        """Extend the device map for a worker. In calls to it, a tensor on one of the map's keys arrives on the key's value;
+        results follow the map in reverse.
 
         Args:
             to: the worker's name.
-            device_map: own devices mapped to the worker's, one to one: devices, their texts, or numbers of CUDA devices.
+            device_map: this worker's devices mapped one to one to the other's: devices, their names, or CUDA device numbers.
 
         Raises:
             ValueError: the map would not be one to one.
@@ -225,7 +225,7 @@ def _bytes(name: str, value: object) -> int:
 
 
 def _several(option: str, value: Any) -> tuple[Any, ...]:
-    # Each character of a text would be taken for a name.
+    # Each character of a string would be taken for a name.
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ConfigError(option, value, f"expected names in a tuple: ({_name_of(value)!r},)")
     return tuple(value)

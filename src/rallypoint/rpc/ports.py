@@ -123,7 +123,7 @@ class Answerable(Leavable, Protocol):
 class Streaming(Leavable, Protocol):
     """A request that is answered item by item."""
 
-    # Of distributed autograd; None outside of any.
+    # The context of distributed autograd; None outside any.
     context: Any
 
     def item(self, value: Any) -> None: ...

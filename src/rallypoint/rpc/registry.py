@@ -32,7 +32,7 @@ class BackendValue(NamedTuple):
 class _Backends(type):
     """Backends are attributes and items of ``BackendType``, like the members of an enum that can grow.
 
-    torch creates a new enum for each registration, and existing members are then no longer members of it.
+    torch creates a new enum for each registration, to which existing members no longer belong.
     """
 
     _members: ClassVar[dict[str, BackendType]] = {}

@@ -21,11 +21,11 @@ from .references.rref import RRef, remote
 
 __all__ = ["RemoteModule"]
 
-# The modules that were made here for others.
+# The modules that this worker has made for others.
 _made: WeakSet[nn.Module] = WeakSet()
 
 
-# Methods of modules that would act on what is not here.
+# Methods that would act on a module's parameters and submodules, which are not here.
 _OF_LOCAL_MODULES = frozenset(
     {
         "add_module",
@@ -64,8 +64,8 @@ class RemoteModule(nn.Module):
 
     Args:
         remote_device: where to create it: ``"worker1"``, ``"worker1/cuda:0"``, or ``"rank:1/cpu"`` by the worker's id.
-        module_cls: the module's class, or a function that returns a module, which the worker can import. Under an
-            allow-list, the worker's must contain it.
+        module_cls: the module's class, or a function that returns a module. The worker must be able to import it. If the
+            worker has an allow-list, it must contain it.
         args, kwargs: its arguments.
 
     Attributes:
@@ -99,19 +99,19 @@ class RemoteModule(nn.Module):
         self.on, self.device = _place(remote_device)
         content = (module_cls, positional(args), dict(kwargs or {}), str(self.device))
         self.module_rref: RRef[nn.Module] = remote(self.on, make_module, content)
-        # References are made without waiting: an error shows when the value is used.
+        # remote() does not wait: an error shows only when the value is used.
         rpc_sync(self.on, is_there, (self.module_rref,))
 
     @classmethod
     def from_module_rref(cls, module_rref: RRef[nn.Module], device: str = "cpu") -> RemoteModule:
-        """Use a module that exists.
+        """Use a module that already exists.
 
         Args:
             module_rref: a reference to it.
-            device: of its parameters.
+            device: the device of its parameters.
 
         Returns:
-            An object for it.
+            A ``RemoteModule`` for it.
         """
         return rebuild_remote_module(module_rref, module_rref.owner().name, device, cls)
 
@@ -121,14 +121,14 @@ class RemoteModule(nn.Module):
         """Run the module there and wait.
 
         Args:
-            args, kwargs: the module's.
+            args, kwargs: the module's arguments.
 
         Returns:
             What the module returned.
 
         Raises:
             PeerLost: the worker is gone.
-            Exception: what the module raised, and as ``rpc_sync``.
+            Exception: what the module raised; otherwise as for ``rpc_sync``.
         """
         return rpc_sync(self.on, run_module, (self.module_rref, str(self.device), args, kwargs))
 
@@ -138,11 +138,11 @@ class RemoteModule(nn.Module):
         """Run the module there without waiting for it.
 
         Args:
-            args, kwargs: the module's.
+            args, kwargs: the module's arguments.
             timeout: seconds, as for ``rpc_async``.
 
         Returns:
-            A future of what the module returns, as of ``rpc_async``.
+            A future of what the module returns, as from ``rpc_async``.
 
         Raises:
             RpcError: this process is not in a group.
@@ -165,10 +165,10 @@ class RemoteModule(nn.Module):
         return rpc_sync(self.on, parameters_of, (self.module_rref, recurse))
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """For calls that need the module itself.
+        """Get the reference to the module, for calls that need the module itself.
 
         Returns:
-            The reference to the module.
+            The reference.
         """
         return self.module_rref
 
@@ -208,12 +208,12 @@ class RemoteModule(nn.Module):
         )
 
     def __reduce__(self) -> Any:
-        # Pickled outside of a message, the reference raises.
+        # The reference raises if it is pickled outside a message.
         return rebuild_remote_module, (self.module_rref, self.on, str(self.device))
 
 
 def _place(remote_device: str) -> tuple[str | int, torch.device]:
-    """Worker and device of a text."""
+    """The worker and device that a string names."""
     worker, _, device = remote_device.partition("/")
     kind, _, number = worker.partition(":")
     try:
@@ -235,7 +235,7 @@ def rebuild_remote_module(
     device: str,
     kind: type[RemoteModule] = RemoteModule,
 ) -> RemoteModule:
-    """A module that another worker has sent. Named in pickles."""
+    """A module that another worker has sent. Pickles refer to this function by name."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.on, made.device, made.module_rref = on, torch.device(device), module_rref
@@ -248,7 +248,7 @@ def rebuild_remote_module(
 def make_module(
     module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 ) -> nn.Module:
-    # An allow-list may contain a class only because its objects are sent: no others than modules are made here.
+    # A class may be on the allow-list only so that its objects can be sent. Here, nothing but modules is made.
     if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
         raise _no_module(module_cls)
     made = module_cls(*args, **kwargs)
@@ -301,7 +301,7 @@ def _module(reference: RRef[nn.Module]) -> nn.Module:
 
 
 def _moved(value: Any, device: str) -> Any:
-    """Tensors in usual containers on a device."""
+    """A value with its tensors moved to a device, including those in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return value.to(device)
     if type(value) in (list, tuple):

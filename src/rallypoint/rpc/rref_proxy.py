@@ -36,8 +36,8 @@ class RRefProxy:
         rref: the reference.
         rpc_api: ``rpc_sync``, ``rpc_async`` or ``remote``.
         timeout: seconds for each call, as for ``rpc_sync``.
-        checks: first check that the value has the method: with ``remote``, the error would only show when the result
-            is fetched.
+        checks: whether to check first that the value has the method: with ``remote``, the error would otherwise show
+            only when the result is fetched.
     """
 
     def __init__(

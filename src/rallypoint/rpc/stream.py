@@ -27,24 +27,24 @@ T = TypeVar("T")
 
 # Items that may be sent ahead of the consumer.
 WINDOW = 16
-# The keyword under which the number is sent, which no function can have.
+# The keyword under which the window is sent. No parameter can have this name.
 WINDOW_NAME = " window"
 
 
 def single_result(func: Any) -> TypeError:
-    """``func`` has one result, not items."""
+    """The error for a ``func`` that has one result, not items."""
     return TypeError(
         f"rpc_stream was given {describe(func)}, a coroutine function, which has one result: expected a generator function"
         " (def or async def, with yield); rpc_sync and rpc_async call a coroutine function"
     )
 
 
-# There is no item left, and none will come.
+# No item is left, and none will follow.
 _END: Final = object()
 
 
 class ItemChannel(Generic[T]):
-    """Receives items and grants credit. The call refers to it; the user has an :class:`RpcStream`.
+    """Receives items and grants credit. The call refers to the channel; the user holds an :class:`RpcStream`.
 
     Several threads and tasks may take items: each item goes to one of them, and the end or the error to all.
     """
@@ -57,12 +57,12 @@ class ItemChannel(Generic[T]):
         self._call: Call | None = None
         self._outgoing: Outgoing | None = None
         self._taken = 0
-        # Whether close() was called; then, also whether it has emptied the items.
+        # Whether close() was called, and whether it has emptied the items.
         self._is_left = False
         self._closed = False
-        # The threads and tasks that have seen the error with which the stream has ended.
+        # The threads and tasks that have seen the error that ended the stream.
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
-        # One for each task that waits.
+        # One for each waiting task.
         self._wakers: list[Callable[[], None]] = []
 
     def begun(self, call: Call, outgoing: Outgoing) -> None:
@@ -111,7 +111,7 @@ class ItemChannel(Generic[T]):
                 run_due()
 
     def _poll(self) -> Any:
-        """The next item's frame, ``_END``, or None: wait. Takes no lock."""
+        """The next item's frame; ``_END``; or None if the caller must wait. Takes no lock."""
         call = self._call
         assert call is not None
         # In this order: the last item comes before the end.
@@ -148,14 +148,14 @@ class ItemChannel(Generic[T]):
         raise StopIteration
 
     def _is_news(self, reader: Any) -> bool:
-        """Whether this thread or task has not seen the stream's error. After it, the stream is empty."""
+        """Whether this thread or task has yet to see the stream's error. To one that has, the stream is empty."""
         with self._changed:
             is_news = reader not in self._told
             self._told.add(reader)
         return is_news
 
     def _give_credit(self) -> None:
-        """Note that an item was taken, and grant credit for half a window at once."""
+        """Count an item that was taken, and grant credit once that makes half a window."""
         with self._changed:
             self._taken += 1
             if self._taken * 2 < self._window:
@@ -170,7 +170,7 @@ class ItemChannel(Generic[T]):
 
     async def __anext__(self) -> T:
         while (found := self._poll()) is None:
-            # Another one may take what comes.
+            # Another reader may take the item that arrives.
             await self._wait_async()
         try:
             return self._accept(found, asyncio.current_task)
@@ -223,7 +223,7 @@ class ItemChannel(Generic[T]):
 
 
 class RpcStream(Generic[T]):
-    """An iterator over the items of a generator on another worker; also asynchronous. ``rpc_stream`` returns it.
+    """An iterator over the items of a generator on another worker; also asynchronous. Returned by ``rpc_stream``.
 
     To stop early, call :meth:`close`, leave a ``with`` block, or drop the stream. The generator is then closed as well.
 
@@ -267,5 +267,5 @@ class RpcStream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        # A garbage collection may run where locks are held that closing takes.
+        # Garbage collection may run while locks are held that closing takes.
         self._soon(self.close)

@@ -1,4 +1,4 @@
-"""torch's own agent as a backend, for comparison and for moving step by step."""
+"""torch's own agent as a backend, for comparison and for step-by-step migration."""
 
 from __future__ import annotations
 

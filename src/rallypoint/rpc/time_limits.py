@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-# Seconds (31 years). Locks, clocks and stores overflow at more, each at another number.
+# Seconds (31 years). Locks, clocks and stores overflow at larger values, each at a different one.
 FOREVER = 1e9
 
 
 def limit_of(timeout: float, name: str = "timeout") -> float | None:
-    """The limit in seconds; None: no limit, which 0, infinity and anything too large to count mean.
+    """The limit in seconds; None (no limit) for 0, infinity and anything too large to count.
 
     Args:
         timeout: the user's, or a default; not negative.
-        name: of the argument, for errors.
+        name: the argument's name, for errors.
 
     Raises:
         TypeError: it is not a number.

@@ -44,7 +44,7 @@ def fail_future(future: NativeFuture[Any], error: BaseException) -> None:
 
 @cache
 def operator_names() -> dict[int, str]:
-    """By ``id``, the operator (``aten::add``) that each of torch's built-in functions stands for."""
+    """The operator (``aten::add``) that each of torch's built-in functions stands for, by the function's ``id``."""
     return dict(_get_builtin_table())  # type: ignore[no-untyped-call]
 
 
@@ -129,7 +129,7 @@ def release_cuda(counter: bytes, offset: int) -> None:
 def gradients(
     outputs: Sequence[Any], given: Sequence[Tensor], inputs: Sequence[Any], *, retain_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    """As ``torch.autograd.grad`` of edges, without its checks in Python, which take as long as a small graph.
+    """Like ``torch.autograd.grad`` of edges, but without its checks in Python, which take as long as a small graph.
 
     The engine checks shapes itself. Inputs that the outputs do not depend on have no gradient.
     """
@@ -139,13 +139,13 @@ def gradients(
 
 
 def is_any_autocast_enabled() -> bool:
-    """Whether autocast is enabled in this thread, for whatever device."""
+    """Whether autocast is enabled in this thread, for any type of device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 @cache
 def autocast_kinds() -> tuple[str, ...]:
-    """The types of devices for which it may be."""
+    """The types of devices that autocast supports."""
     return tuple(torch._C._autocast_supported_devices())
 
 

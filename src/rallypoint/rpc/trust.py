@@ -1,4 +1,4 @@
-"""The secret of a group: the job's, or one that its members can obtain by themselves.
+"""The secret of a group: the job's, or one that its members can obtain on their own.
 
 Each member chooses by its own settings and by the location of the store, never by the content of the store, which a
 stranger may have written. Members that were started alike choose alike. If they were not, the signature of the group's
@@ -47,7 +47,7 @@ class Choice(StrEnum):
 
 
 class Place(StrEnum):
-    """Where a store is, as a member knows without reading it."""
+    """Where a store is, as far as a member knows without reading it."""
 
     PRIVATE = "private"  # in this process, or in a file that only this user can read
     HOST = "host"  # all members are on this host
@@ -93,7 +93,7 @@ def agree(
 
     Args:
         store: a c10d store, under a prefix for this group alone.
-        world_size: of a static group.
+        world_size: the size of a static group.
         given: the secret in the options; None: that of the environment or the launcher, if any.
         insecure: do not warn if there is none.
 

@@ -58,7 +58,7 @@ def wait_for(names: str | Sequence[str], timeout: float | None = None) -> tuple[
     for each in wanted:
         if not isinstance(each, str):
             raise TypeError(f"names contains {each!r}: expected the name of a worker")
-    # Unlike elsewhere, 0 is a limit, and less has passed: this argument has None for no limit.
+    # Unlike elsewhere, None means no limit, so 0 is a limit, and a negative timeout has already passed.
     has_passed = timeout is not None and (timeout == 0 or is_negative(timeout))
     limit = timeout if timeout is None or has_passed else limit_of(timeout)
     found: Collection[Member] = group.wait_for(wanted, limit)
@@ -112,7 +112,7 @@ def on_leave(callback: Callable[[WorkerInfo, str], None]) -> None:
 
 
 def _check_callback(callback: Any) -> None:
-    # Otherwise the first sign would be a line in the log, when somebody comes or leaves.
+    # Otherwise the first sign would be a line in the log when a worker joins or leaves.
     if not callable(callback):
         raise TypeError(f"callback is {callback!r}: expected a function")
 

@@ -1,1 +1,1 @@
-"""One worker's end of a group: makes calls, serves those of others, notices who is gone."""
+"""One worker's end of a group: makes calls, serves calls from others, notices which peers are gone."""

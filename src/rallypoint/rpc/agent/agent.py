@@ -1,4 +1,4 @@
-"""One member of a group: its parts, its start and its end.
+"""One member of a group: its parts, how it starts and how it closes.
 
 The :class:`Caller` makes calls over :class:`Connections`, which the :class:`Dialer` opens. The :class:`Acceptor` accepts
 connections from other workers, and the :class:`Service` runs their requests on the :class:`ThreadPool`. The
@@ -61,15 +61,15 @@ logger = logging.getLogger(__name__)
 
 # Seconds for threads and peers to finish when an agent closes.
 _LAST_WORDS = 0.5
-# Of the number of a value or reference. The bits above it are the term of the worker that created it.
+# Bits in the number of a value or reference. The bits above them are the term of the worker that created it.
 _NUMBER_BITS = 32
 
 
 def _settle_torch() -> None:
     """Have torch initialize its CPU dispatch and thread count before the agent starts threads.
 
-    The first operation in a process does so under a lock. A child forked during that has the lock taken forever, and
-    hangs in its own first operation.
+    The first operation in a process does so under a lock. A child forked at that moment inherits the lock, which is never
+    released there, and hangs in its own first operation.
     """
     torch.get_num_threads()
     torch.zeros(1, device="cpu").add_(1)
@@ -105,7 +105,7 @@ class Agent:
     ) -> None:
         self.options = options
         self.counters = Counters()
-        # Calls by the program, without the package's own.
+        # Calls by the program, not counting the package's own.
         self.made, self.done = Tally(), Tally()
         self.allowed = _allowed(options, name)
         self.rrefs: RRefTable = None  # type: ignore[assignment]  # set by enter(), before anything is served
@@ -249,7 +249,7 @@ class Agent:
         events.emit(events.AgentStarted(worker=self.me.name, id=self.me.id))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave: fail all calls, end all threads, release all resources. Idempotent.
+        """Leave: fail all calls, stop all threads, release all resources. Idempotent.
 
         Functions that are still running cannot be interrupted; their results are dropped.
         """

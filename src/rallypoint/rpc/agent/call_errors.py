@@ -34,7 +34,7 @@ def _without_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def translated(error: BaseException) -> BaseException:
-    """The error that torch would raise, where that is another one."""
+    """The error that torch would raise, where that is a different one."""
     if isinstance(error, torch.jit.Error):
         scripted: BaseException = RuntimeError(message_of(error))
         return scripted.with_traceback(error.__traceback__)

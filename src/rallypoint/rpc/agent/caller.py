@@ -54,7 +54,7 @@ _set_result = NativeFuture.set_result
 
 
 def _unconnected(error: RpcTimeout, what: Any) -> RpcTimeout:
-    """The error of a call whose time was up while it waited for a connection."""
+    """The error of a call that timed out while it waited for a connection."""
     return RpcTimeout(error.seconds, f"{describe(what)}, {error.what}")
 
 
@@ -122,7 +122,7 @@ class Caller:
         """Call and wait. ``content`` is a function, its positional and its keyword arguments."""
         call, outgoing = self.begin(to, kind, what, content, timeout, flags)
         _wait_for(call, outgoing)
-        # As in finish(), which would be one more line in the tracebacks of programs.
+        # As in finish(). Calling it would add a line to programs' tracebacks.
         try:
             return self.decode(call, outgoing)
         except BaseException as error:
@@ -143,7 +143,7 @@ class Caller:
         timeout: float,
         flags: int = 0,
     ) -> tuple[Call, Outgoing]:
-        """Send a call. This thread must then :meth:`finish` it, and reads the answer: nobody else has to wake up."""
+        """Send a call. This thread must :meth:`finish` it, and reads the answer itself: no other thread has to wake up."""
         deadline, seconds = self.deadline(timeout)
         try:
             outgoing = self.route(to, deadline, seconds)
@@ -233,7 +233,7 @@ class Caller:
     def _finish(self, call: Call) -> None:
         """Complete the future of a call."""
         future = call.future
-        # The future refers to the call: without this, the cycle would keep the reply until the next garbage collection.
+        # The future refers to the call: otherwise the cycle would keep the reply alive until the next garbage collection.
         call.future = None
         try:
             error = call.error
@@ -430,7 +430,7 @@ class Caller:
     # -- time -------------------------------------------------------------------------------------
 
     def deadline(self, timeout: float) -> tuple[float | None, float]:
-        """The deadline of a call that starts now, and its timeout in seconds. The deadline of an outer call is a limit.
+        """The deadline of a call that starts now, and its timeout in seconds. An outer call's deadline is an upper limit.
 
         Args:
             timeout: the user's; negative: the default; 0: no limit.
@@ -442,7 +442,7 @@ class Caller:
                 f"timeout is {timeout!r}: expected seconds as a number (0: no limit)"
             ) from None
         serving = SERVING.get()
-        # A task that a coroutine has started keeps the coroutine's call, also when that is over.
+        # A task that a coroutine has started keeps the coroutine's call, even once that is over.
         outer = None if serving is None or serving.is_over else serving.deadline
         if not 0 < seconds < FOREVER and limit_of(seconds) is None:
             if outer is None:

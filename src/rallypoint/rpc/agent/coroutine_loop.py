@@ -71,7 +71,7 @@ class CoroutineLoop:
             is_stopped = False
 
             def stop() -> None:
-                # Once: it may be cancelled shortly before its deadline, and a second time would cut its cleanup short.
+                # Only once: it may be cancelled shortly before its deadline, and a second time would cut its cleanup short.
                 nonlocal is_stopped
                 if not is_stopped:
                     is_stopped = True
@@ -124,7 +124,7 @@ class CoroutineLoop:
         return self._count
 
     def close(self, timeout: float) -> None:
-        """Cancel the coroutines, and end the thread."""
+        """Cancel the coroutines, and stop the thread."""
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
         if loop is None or thread is None:
@@ -133,7 +133,7 @@ class CoroutineLoop:
         async def cancel_all() -> None:
             tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
             for task in tasks:
-                # Those that were cancelled before are cleaning up, which another cancellation would cut short.
+                # Tasks that were cancelled before are cleaning up, which another cancellation would cut short.
                 if not task.cancelling():
                     task.cancel()
             if tasks:
@@ -141,7 +141,7 @@ class CoroutineLoop:
                 for task in left:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-            # Generators that coroutines have left open.
+            # Close the generators that coroutines have left open.
             await loop.shutdown_asyncgens()
             loop.stop()
 

@@ -1,4 +1,4 @@
-"""Tells the supervisor of this process, each second, what an agent has counted."""
+"""Tells the supervisor of this process, every second, what an agent has counted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CountReports:
     """The reports of one agent.
 
     Args:
-        tasks: the agent's; they end with it.
-        count: what is reported.
+        tasks: the agent's background tasks, which end with it.
+        count: returns what is reported.
     """
 
     def __init__(self, tasks: TaskQueue, count: Callable[[], Mapping[str, Any]]) -> None:
@@ -32,12 +32,12 @@ class CountReports:
         self._memory: mmap.mmap | None = None
 
     def start(self) -> None:
-        """Begin, if this process has a supervisor."""
+        """Start reporting, if this process has a supervisor."""
         self._memory = shared_page.share(call_counts.NAME)
         self._report()
 
     def _report(self) -> None:
-        """Now, and again in a while."""
+        """Report now, and again after the interval."""
         with self._lock:
             if self._memory is None or self._pid != os.getpid():
                 return

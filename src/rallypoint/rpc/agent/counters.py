@@ -10,7 +10,7 @@ from typing import Any
 
 # Upper bounds of the latency histogram's buckets, in seconds; the last bucket has none.
 BOUNDS: tuple[float, ...] = tuple(1e-5 * 2**k for k in range(24))
-# The package's own calls are of functions in this module.
+# The package's own calls are to functions in this module.
 _OWN_MODULE = "rallypoint.rpc.gather"
 
 
@@ -41,7 +41,7 @@ class Counters:
         self.latencies[min(index, len(BOUNDS))] += 1
 
     def quantile(self, part: float) -> float | None:
-        """A quantile of the latency of served calls in seconds, to a factor of 2; None before the first call."""
+        """A quantile of the latency of served calls in seconds, to within a factor of 2; None before the first call."""
         total: int = sum(self.latencies)
         if not total:
             return None

@@ -16,14 +16,14 @@ from .coroutine_loop import CoroutineLoop
 
 
 class Traffic:
-    """Bytes over connections that come and go: sums that never fall."""
+    """Bytes over connections that come and go, as sums that never decrease."""
 
     def __init__(self) -> None:
         self._sent = self._received = 0
         self._known: dict[Line, tuple[int, int]] = {}
 
     def note(self, lines: Iterable[Line]) -> tuple[int, int]:
-        """The bytes sent and received so far. Of a connection that has ended, those since the last call are lost."""
+        """The bytes sent and received so far. If a connection has ended, its bytes since the last call are lost."""
         known, self._known = self._known, {}
         for line in lines:
             sent, received = known.get(line, (0, 0))

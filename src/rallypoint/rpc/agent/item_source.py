@@ -74,7 +74,7 @@ class ItemSource:
             try:
                 for value in items:
                     if not self._take_credit():
-                        # Cancelled or timed out, which the caller finds by itself.
+                        # Cancelled or timed out, which the caller notices on its own.
                         request.give_up()
                         is_answered = True
                         break
@@ -112,7 +112,7 @@ class ItemSource:
             return True
 
     def _log(self, func: Any, error: BaseException) -> None:
-        """The generator was cleaning up."""
+        """Log an error that the generator raised while cleaning up."""
         logger.error(
             "%s failed while it was closed; its caller, %r, has left the stream and does not see the error",
             describe(func),
@@ -146,7 +146,7 @@ class ItemSource:
         self._loop.begin(request, self._send_all(items), finish, leave)
 
     async def _send_all(self, items: AsyncGenerator[Any, Any]) -> None:
-        """Produce all items. In one task, which tokens of context variables and ``asyncio.timeout`` need."""
+        """Produce all items, in one task: tokens of context variables and ``asyncio.timeout`` require that."""
         try:
             step = anext(items)
             while True:
@@ -162,7 +162,7 @@ class ItemSource:
                 if self._stopped:
                     return
                 self._request.item(value)
-                # What cuts the wait short is raised at the yield: a time limit around it expects that.
+                # A cancellation that cuts the wait short is raised at the yield: a time limit around it expects that.
                 step = anext(items) if cut is None else items.athrow(cut)
         finally:
             await items.aclose()
@@ -179,7 +179,7 @@ class ItemSource:
 
 def _items_of(func: Any, returned: Any) -> Iterator[Any]:
     if inspect.iscoroutine(returned):
-        # A coroutine function in a wrapper, which the caller could not tell.
+        # A coroutine function in a wrapper, which the caller could not recognize.
         returned.close()
         raise single_result(func)
     return returned if isinstance(returned, Iterator) else iter(returned)

@@ -1,4 +1,4 @@
-"""Losses of peers: finding out whether a broken connection means one, and telling the other parts."""
+"""Finding out whether a broken connection means that a peer is lost, and telling the other parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a peer with a broken connection to answer a probe.
 _PROBE_SECONDS = 1.0
-# A peer that accepts connections but does not answer is probed again, with pauses of up to so many seconds.
+# A peer that accepts connections but does not answer is probed again, with pauses of up to this many seconds.
 _MOST_PAUSE = 64.0
 
 

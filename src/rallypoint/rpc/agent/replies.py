@@ -43,8 +43,8 @@ class Replies:
     def read(self, frame: Frame, outgoing: Outgoing) -> Any:
         """The content of a reply. Raises the error that it carries."""
         if _is_inference() or not _is_grad_enabled():
-            # The modes are those of the thread that happens to read, whose call another one may be. Under them, tensors
-            # would become inference tensors, and views that cannot be changed in place later.
+            # The modes belong to the thread that happens to read; the call may be another thread's. Under them, tensors
+            # would become inference tensors, and views could not be changed in place later.
             with torch.inference_mode(False):  # which enables gradients as well
                 return self.read(frame, outgoing)
         buffers = frame.buffers

@@ -23,12 +23,12 @@ from .item_source import ItemSource
 from .serving import Request
 
 
-# After so many short runs, a function that was long runs on the leader again.
+# After this many short runs, a formerly long function runs on the leader again.
 _SHORT_AGAIN = 8
 
 
 class Service:
-    """Gives each request a thread: of the pool, the event loop's, or a stream's own.
+    """Gives each request a thread: one of the pool's, the event loop's, or a stream's own.
 
     Args:
         me: this worker.
@@ -110,7 +110,7 @@ class Service:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> None:
-        """Run a generator on a thread of its own, as it waits for its consumer; an asynchronous one on the event loop."""
+        """Run a generator on a thread of its own, since it waits for its consumer; an async one on the event loop."""
         kwargs = dict(kwargs or {})
         source = ItemSource(request, int(kwargs.pop(WINDOW_NAME, WINDOW)), self.loop)
         self._pool.submit(Task(lambda: source.run(func, args, kwargs)))

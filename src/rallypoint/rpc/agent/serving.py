@@ -93,7 +93,7 @@ class Threads(Protocol):
 
 
 class Runners(Protocol):
-    """Runs functions that answer after they return."""
+    """Runs functions whose answers come after they return."""
 
     def run_coroutine(self, request: Request, coroutine: Any) -> None: ...
 
@@ -116,7 +116,7 @@ class Worker(Threads, Runners, Protocol):
     ) -> tuple[bytes, TensorWriter]: ...
 
     def served(self, arrived: float, *, failed: bool, is_user: bool = True) -> None:
-        """Count it."""
+        """Count a served request."""
 
 
 class Request:
@@ -156,7 +156,7 @@ class Request:
         # For a remote call: the ids of the value and its first fork, and the future of the value.
         self._ids: tuple[Any, Any] | None = None
         self._made: Future[Any] | None = None
-        # Of distributed autograd.
+        # The context of distributed autograd.
         self.context: Context | None = None
         self._is_user = frame.kind <= STREAM
         self._arrived = time.monotonic()
@@ -245,7 +245,7 @@ class Request:
 
     def _read(self, frame: Frame, forks: list[Any]) -> Any:
         if _is_inference() or not _is_grad_enabled():
-            # An earlier function has left its thread like this.
+            # An earlier function has left its thread in this mode.
             with torch.inference_mode(False):  # which enables gradients as well
                 return self._read(frame, forks)
         buffers = frame.buffers
@@ -296,7 +296,7 @@ class Request:
             self._worker.stream(self, func, args, kwargs)
             return
         token = SERVING.set(call)
-        # The thread may be serving another call, whose code waits.
+        # The thread may already be serving another call, whose code is waiting.
         entered = None if CURRENT.get() is self.context else CURRENT.set(self.context)
         grad = _is_grad_enabled()
         self._began = began = time.monotonic()
@@ -345,7 +345,7 @@ class Request:
                 result = finished.value()
             except BaseException as error:  # noqa: BLE001  # sent to the caller
                 self.fail(error, printed=False)
-                # The future keeps the error, which would keep this frame, and so the future.
+                # The future keeps the error, which would keep this frame alive, and so the future.
                 raised.forget_frames(error)
             else:
                 self.answer(result)
@@ -371,7 +371,7 @@ class Request:
         return self._incoming
 
     def on_cancel(self, act: Callable[[], None]) -> None:
-        """Have ``act`` called when the caller cancels the request; at once if it has."""
+        """Have ``act`` called when the caller cancels the request; at once if it already has."""
         self._on_cancel = act
         if self._call is not None and self._call.cancelled:
             act()

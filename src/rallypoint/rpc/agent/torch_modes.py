@@ -1,7 +1,7 @@
-"""torch's modes of a coroutine.
+"""torch's modes, kept separately for each coroutine.
 
-Whether gradients are recorded, inference mode and autocast belong to a thread. Without this, a coroutine that waits inside
-``with torch.no_grad()`` leaves the mode to all others of the thread, and finds theirs when it goes on.
+Gradient recording, inference mode and autocast belong to a thread. Without this module, a coroutine that waits inside
+``with torch.no_grad()`` leaves its mode to all others on the thread, and finds theirs when it goes on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rallypoint.rpc import torch_private
 _is_inference = torch.is_inference_mode_enabled
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast = torch_private.is_any_autocast_enabled
-# Of a thread in which nobody has said otherwise.
+# The defaults of a thread.
 _USUAL_TYPES = {each: torch.get_autocast_dtype(each) for each in torch_private.autocast_kinds()}
 
 
 class CoroutineWithModes(Coroutine[Any, Any, Any]):
-    """Takes its modes along when it waits. It begins with those of the place where it is made, as with context variables.
+    """Takes its modes along when it waits. It starts with those in effect where it is created, as with context variables.
 
     Args:
-        coroutine: or a generator, into which asyncio puts other awaitable objects, before Python 3.12.
+        coroutine: a coroutine, or a generator, in which asyncio wraps other awaitable objects before Python 3.12.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any] | Generator[Any, Any, Any]) -> None:
@@ -35,7 +35,7 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
         self._first: tuple[bool, bool, list[tuple[str, torch.dtype]]] | None = None
         self._own: torch.inference_mode | None = None
         self._waits = False
-        # Ends the absence of the modes, while it waits.
+        # While it waits: restores its modes.
         self._come_back: Callable[[], None] | None = None
         if _is_inference() or not _is_grad_enabled() or _is_autocast():
             self._first = _is_inference(), _is_grad_enabled(), _autocasts()
@@ -48,7 +48,7 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
 
     def close(self) -> None:
         self._waits = False
-        # Perhaps by the garbage collection, in any thread: its own `with` blocks put back what they found in theirs.
+        # The garbage collector may call this in any thread, and the coroutine's `with` blocks restore what they found in theirs.
         inference, grad, casts = _is_inference(), _is_grad_enabled(), _autocasts()
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             if self._come_back is not None:
@@ -71,7 +71,7 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
         return self.send(None)
 
     def __getattr__(self, name: str) -> Any:
-        # For those who look at tasks: cr_frame and the like.
+        # For code that inspects tasks: cr_frame and the like.
         return getattr(self._coroutine, name)
 
     def __del__(self) -> None:
@@ -104,7 +104,7 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
         _cast(casts)
 
     def _end(self) -> None:
-        """Those of the thread, also if the coroutine has set a mode for good."""
+        """Restore the thread's modes, even if the coroutine has set one for good."""
         self._waits = False
         if self._own is not None:
             self._own.__exit__(None, None, None)
@@ -116,7 +116,7 @@ class CoroutineWithModes(Coroutine[Any, Any, Any]):
 
 
 def _put_away() -> Callable[[], None]:
-    """Make the modes the usual ones. Returns what brings the present ones back."""
+    """Set the default modes. Returns a function that restores the present ones."""
     casts = _autocasts()
     usual = torch.inference_mode(False)  # which enables gradients as well
     usual.__enter__()
@@ -132,7 +132,7 @@ def _put_away() -> Callable[[], None]:
 
 
 def _autocasts() -> list[tuple[str, torch.dtype]]:
-    """Types of devices for which autocast is enabled, and to what."""
+    """The types of devices for which autocast is enabled, each with its dtype."""
     if not _is_autocast():
         return []
     enabled = filter(torch.is_autocast_enabled, _USUAL_TYPES)
@@ -153,5 +153,5 @@ def task_factory(
     context: Context | None = None,
     **options: Any,
 ) -> asyncio.Task[Any]:
-    """Makes tasks that have modes of their own. For :meth:`asyncio.loop.set_task_factory`."""
+    """Create a task with modes of its own. For :meth:`asyncio.loop.set_task_factory`."""
     return asyncio.Task(CoroutineWithModes(coroutine), loop=loop, context=context, **options)

@@ -32,7 +32,7 @@ from .counters import is_own
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-# Requests whose content is a function and its arguments. Those for remote values have one of them inside.
+# Requests whose content is a function and its arguments. Requests for remote values contain one of these.
 _FUNCTIONS = (CALL, SCRIPT_CALL, STREAM)
 # What rpc spans have in common (OpenTelemetry's semantic conventions for RPC).
 SYSTEM = {"rpc.system.name": "rallypoint"}
@@ -53,7 +53,7 @@ class TracedCaller(Caller):
         super().__init__(*parts)
         self._spans = spans
 
-    # The rest of each call is the base class's.
+    # The base class does the rest of each call.
 
     def call_sync(self, to: Any, kind: int, what: Any, *rest: Any, **more: Any) -> Any:
         with _Sending(span := self._begin_span(to, kind, what)):
@@ -79,7 +79,7 @@ class TracedCaller(Caller):
             return None
         from opentelemetry.trace import SpanKind
 
-        # Of a reference, the words name the value: too many names.
+        # For a reference, ``what`` names the value, which would make too many span names.
         name = TO_HERE if kind in (FETCH, SCRIPT_FETCH) else describe(what)
         peer = to.name if isinstance(to, WorkerInfo) else str(to)
         attributes = {**SYSTEM, "rpc.method": name, "rally.peer": peer}
@@ -114,7 +114,7 @@ class _Sending:
     """A block that sends a call. An error ends its span.
 
     Args:
-        span: of the call; None: it is not traced, also if it is made amid one that is.
+        span: the call's; None: the call is not traced, even if it is made within one that is.
     """
 
     def __init__(self, span: Span | None) -> None:
@@ -138,10 +138,10 @@ def end_with(span: Span, future: NativeFuture[Any]) -> None:
 
     def end(done: Future[Any]) -> None:
         try:
-            Future.value(done)  # not RpcFuture's, for which the answer would then be looked at
+            Future.value(done)  # not RpcFuture's, which would record that the answer was looked at
         except BaseException as error:  # noqa: BLE001  # it belongs to whoever waits for the future
             spans.note_error(span, error)
-            # The future keeps the error, which would keep this frame, and so the future.
+            # The future keeps the error, which would keep this frame alive, and so the future.
             raised.forget_frames(error)
         span.end()
 

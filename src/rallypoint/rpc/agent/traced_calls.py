@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def below(headers: Any, content: Any, caller: str, *, is_stream: bool) -> Any:
-    """A call, such that it makes a span when it is called.
+    """Wrap a call so that it makes a span when it runs.
 
     Args:
-        headers: of W3C Trace Context, as the caller sent them; others are ignored.
+        headers: the caller's; all but those of W3C Trace Context are ignored.
         content: a function, its positional and its keyword arguments.
         caller: the name of the worker that calls.
         is_stream: the function returns the items of a stream.
 
     Returns:
-        The same content with another function; as it was if this process does not trace.
+        The content with the function wrapped; unchanged if this process does not trace.
     """
     tracer = switch.tracer()
     func, *rest = content
@@ -41,7 +41,7 @@ def below(headers: Any, content: Any, caller: str, *, is_stream: bool) -> Any:
 
 
 class _TracedFunction:
-    """Behaves as the function, also for those who compare, name or look up functions."""
+    """Behaves like the function, even for code that compares, names or looks up functions."""
 
     def __init__(
         self, func: Any, tracer: Tracer, headers: Any, caller: str, *, is_stream: bool

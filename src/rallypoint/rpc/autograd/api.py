@@ -16,8 +16,8 @@ from .context import Context
 class context:  # noqa: N801  # torch's name
     """A block whose calls record gradients: ``with context() as context_id:``.
 
-    Tensors that require a gradient and pass between workers in calls of the block, and in calls that these make, connect
-    the graphs of the workers. When the block ends, everything that was recorded is released on all workers.
+    Tensors that require a gradient connect the workers' graphs when they pass between workers in the block's calls, or in
+    calls that these make. When the block ends, everything that was recorded is released on all workers.
 
     Returns:
         The context's id, for :func:`backward` and :func:`get_gradients` on any worker of the context.
@@ -32,7 +32,7 @@ class context:  # noqa: N801  # torch's name
     def __enter__(self) -> int:
         agent = required_agent()
         current = CURRENT.get()
-        # A task that a coroutine has started keeps the coroutine's context, also when that is over.
+        # A task that a coroutine has started keeps the coroutine's context, even once that is over.
         if current is not None and not current.is_over:
             # torch's words.
             raise RpcError("Already have an autograd context id for this thread")
@@ -61,7 +61,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         context_id: from :func:`context`.
 
     Returns:
-        By leaf, its gradient. Leaves that no root depends on are missing. Valid in the context only.
+        The gradients, by leaf. Leaves that no root depends on are missing. Valid only within the context.
 
     Raises:
         RpcError: this worker does not know the context, or it has ended.

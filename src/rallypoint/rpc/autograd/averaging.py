@@ -1,7 +1,7 @@
 """Parameters of DistributedDataParallel modules within contexts.
 
-DDP averages a gradient when autograd accumulates it in ``.grad``. So for these parameters autograd does that, in a ``.grad``
-of its own: the averaged gradient then goes to the context, and the parameter gets back what it had.
+DDP averages a gradient when autograd accumulates it in ``.grad``. So for these parameters, autograd accumulates in a temporary
+``.grad``: the averaged gradient then goes to the context, and the parameter gets its own ``.grad`` back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _lock = threading.Lock()
 
 
 def average(module: torch.nn.Module) -> None:
-    """Have a ``DistributedDataParallel`` module average its gradients also in backward passes of contexts.
+    """Have a ``DistributedDataParallel`` module average its gradients in backward passes of contexts, too.
 
-    Call it once on each rank, right after the module was made. Each rank has a context of its own; the passes of all ranks
+    Call it once on each rank, right after creating the module. Each rank has a context of its own; the passes of all ranks
     must be the same, as DDP's own backward passes must be. ``rallypoint.compat`` calls it for every such module.
 
     Args:
-        module: whose parameters DDP averages.
+        module: the module whose parameters DDP averages.
     """
     for each in module.parameters():
         if each.requires_grad:
@@ -44,7 +44,7 @@ def is_averaged(leaf: Tensor | None) -> bool:
 
 
 def computed_together(inputs: dict[Hashable, Reached]) -> dict[Hashable, Reached]:
-    """Inputs of which all parameters of DDP need the same outputs: DDP averages when the last of them is computed."""
+    """Make all DDP parameters among the inputs need the same outputs: DDP averages when the last of them is computed."""
     averaged = [key for key, each in inputs.items() if is_averaged(each.leaf)] if _averaged else []
     if len(averaged) < 2:
         return inputs
@@ -59,10 +59,10 @@ def accumulate(
     *,
     retain_graph: bool,
 ) -> list[Tensor | None]:
-    """As ``torch.autograd.grad``, with hooks on the accumulation of gradients."""
+    """Like ``torch.autograd.grad``, but runs the hooks on the accumulation of gradients."""
     leaves = [each.leaf for each in inputs if each.leaf is not None]
     received = [each.target.node.source for each in inputs if each.leaf is None]  # type: ignore[attr-defined]
-    # torch takes a mixture.
+    # torch accepts a mixture.
     targets: Any = [each.target if each.leaf is None else each.leaf for each in inputs]
     with _lock:
         before = [each.grad for each in leaves]
@@ -90,7 +90,7 @@ def accumulate(
 
 
 def _whole(gradient: Tensor | None) -> Tensor | None:
-    """Not a part of a larger memory: DDP uses its buckets again."""
+    """A gradient that is not part of a larger memory: DDP reuses its buckets."""
     if gradient is None or gradient.layout is not torch.strided:
         return gradient
     if gradient.untyped_storage().nbytes() == gradient.nbytes:

@@ -1,10 +1,9 @@
-"""A backward pass over all workers, as the worker that begins it directs it.
+"""A backward pass over all workers, directed by the worker that starts it.
 
-Gradients travel from worker to worker, and each computes what it can as they arrive: all inputs whose gradient cannot
-change any more, whichever of the tensors that it sent take part. In most programs this is everything. A message is
-answered when all that it led to is done. If something still waits by then, the pass finds out which sent tensors take
-part: each worker says what its own depend on. Then the rest is computed. So tensors that were sent and do not take part
-are never waited for.
+Gradients travel from worker to worker, and each computes what it can as they arrive: all inputs whose gradient can no
+longer change, whichever of the tensors that it sent take part. In most programs this is everything. A message is answered
+when all that it led to is done. If something still waits by then, the pass finds out which sent tensors take part: each
+worker says what its own depend on. Then the rest is computed. So the pass never waits for sent tensors that take no part.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def backward(
         RpcError: this worker does not know the context, or a root is not a scalar that requires a gradient.
         RpcTimeout: the pass took longer than the timeout.
         PeerLost: a worker that takes part is gone.
-        Exception: what a part of the graph raised, on whichever worker.
+        Exception: what a part of the graph raised, on any worker.
     """
     agent = required_agent()
     if type(context_id) is not int:
@@ -142,7 +141,7 @@ class _Direction:
         """Send on what was computed, and wait until nothing is on its way.
 
         Args:
-            sent: messages that were sent already, and to whom.
+            sent: messages that were already sent, each with its receiver.
 
         Returns:
             The change in the number of workers where something waits.
@@ -150,7 +149,7 @@ class _Direction:
         done: SimpleQueue[tuple[int, Any]] = SimpleQueue()
 
         def expect(worker: int, future: RpcFuture[Any]) -> None:
-            # Only a note: this thread reads the answer.
+            # Only a notification: this thread reads the answer.
             NativeFuture.add_done_callback(future, lambda each: done.put((worker, each)))
 
         change = 0
@@ -175,7 +174,7 @@ class _Direction:
             computed = self._post.read(local, worker, answer)
 
     def _search_and_settle(self, local: LocalPass, roots: list[Hashable]) -> int:
-        """No gradient is on its way, but some wait for others: find out which of these will never come.
+        """No gradient is on its way, but inputs still wait for some: find out which of those will never arrive.
 
         Returns:
             The change in the number of workers where something waits.

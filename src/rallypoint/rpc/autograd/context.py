@@ -17,7 +17,7 @@ from rallypoint.errors import RpcError
 _COUNT_BITS = 48
 # The upper half of the count is the owner's term in the group: others remember ids of ended contexts.
 _TERM_BITS = 24
-# A sent tensor's number: that of its message, then its place in it.
+# A sent tensor's number: that of its message, then its place in the message.
 _PLACE_BITS = 20
 
 # A backward pass: the id of the worker that began it, and its number there.
@@ -70,9 +70,9 @@ class Context:
 
     Attributes:
         id: the context's.
-        gradients: of this worker's leaves, by leaf.
+        gradients: the gradients of this worker's leaves, by leaf.
         passes: the backward passes that this worker takes part in.
-        is_over: whether it has ended. Nothing is recorded any more.
+        is_over: whether it has ended. Then nothing more is recorded.
         received: the nodes of received tensors, if ``keeps_received``.
     """
 
@@ -88,14 +88,14 @@ class Context:
         self._peers: set[int] = set()
         self._sent: dict[int, SentTensor] = {}
         self.received: list[Any] = []
-        # By worker, the number of its first pass that may not be over.
+        # By worker, the number of its first pass that may still be in progress.
         self._first: dict[int, int] = {}
         self._count = 0
 
     # -- forward ------------------------------------------------------------------------------------
 
     def sends_to(self, worker: int) -> bool:
-        """Note that a message of this context goes to a worker; False if the context is over."""
+        """Record that a message of this context goes to a worker; False if the context is over."""
         with self._lock:
             if not self.is_over:
                 self._peers.add(worker)
@@ -108,7 +108,7 @@ class Context:
             return self._count << _PLACE_BITS
 
     def record(self, number: int, sent: SentTensor) -> None:
-        """Note that a tensor was sent."""
+        """Record that a tensor was sent."""
         with self._lock:
             if not self.is_over:
                 self._sent[number] = sent
@@ -126,22 +126,22 @@ class Context:
     # -- backward -----------------------------------------------------------------------------------
 
     def edges(self) -> dict[Hashable, GradientEdge]:
-        """The tensors that were sent so far, by number."""
+        """The edges of the tensors that were sent so far, by number."""
         with self._lock:
             return {number: each.edge for number, each in self._sent.items()}
 
     def receiver(self, number: int) -> int:
-        """To whom it was sent."""
+        """The worker to which a tensor was sent."""
         found = self._sent.get(number)
         if found is None:
             raise RpcError(f"context {self.id} has no sent tensor number {number!r}")
         return found.to
 
     def begin(self, pass_id: PassId, part: Part) -> Any:
-        """Take part in a backward pass. Returns the part in it: this one, or one that began before.
+        """Take part in a backward pass. Returns the part in it: this one, or an earlier one.
 
         Raises:
-            RpcError: the context is over, or the pass.
+            RpcError: the context or the pass is over.
         """
         with self._lock:
             if self.is_over:

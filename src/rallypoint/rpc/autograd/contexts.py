@@ -20,7 +20,7 @@ from .context import Context, context_id_of, first_count, owner_of, unknown
 
 # How many ended contexts of others are remembered, so that a late message does not bring one back.
 _MOST_ENDED = 8192
-# Seconds in which ended contexts are gathered, so that not every one takes a message and wakes a thread.
+# Seconds for which ended contexts are gathered, so that not each of them takes a message and wakes a thread.
 _GATHER_SECONDS = 0.01
 # Seconds before a message is repeated; each later pause is twice as long.
 _RETRY_SECONDS = 0.05
@@ -41,14 +41,14 @@ class Gone(Protocol):
 class Contexts:
     """The contexts of one worker. Thread-safe.
 
-    Each context has an owner, the worker that began it. All workers that a message of the context has reached are known
-    to the owner: it sent them one, or they tell it (``enrol``). When the context ends, the owner tells them
-    (``release``). When the owner is lost, they find out by themselves.
+    Each context has an owner, the worker that began it. The owner knows all workers that a message of the context has
+    reached: it sent them one, or they tell it (``enrol``). When the context ends, the owner tells them (``release``).
+    When the owner is lost, they find out on their own.
 
     Args:
         me: this worker's id.
         term: its term in the group; earlier workers with the same id had lower ones.
-        enrol, release: the served functions, of a context's id and of several.
+        enrol, release: the served functions, which take a context's id and several ids.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Contexts:
         self._lock = threading.Lock()
         self._live: dict[int, Context] = {}
         self._ended: dict[int, None] = {}
-        # By worker, contexts of this worker that have ended.
+        # By worker to be told, contexts of this worker that have ended.
         self._to_tell: dict[int, list[int]] = {}
         self._count = itertools.count(first_count(term)).__next__
         self._is_closed = False
@@ -111,7 +111,7 @@ class Contexts:
         return made
 
     def enrol(self, context_id: int, worker: int) -> bool:
-        """A worker has received a message of a context of this worker's; False if it is over."""
+        """A worker has received a message of one of this worker's contexts; False if the context is over."""
         found = self._live.get(context_id)
         return found is not None and found.sends_to(worker)
 
@@ -138,7 +138,7 @@ class Contexts:
             self._tasks.later(_GATHER_SECONDS, self.tell_ended)
 
     def tell_ended(self) -> None:
-        """Tell the workers of ended contexts, without waiting for more of these."""
+        """Tell other workers which contexts have ended, without waiting for more to end."""
         with self._lock:
             to_tell, self._to_tell = self._to_tell, {}
         for worker, ended in to_tell.items():

@@ -28,8 +28,8 @@ class Computed(NamedTuple):
     """What a part of a pass has computed.
 
     Args:
-        back: by worker, gradients of tensors that it sent: its numbers, and for each the gradient.
-        change: in the number of workers where something waits.
+        back: by worker, the gradients of tensors that it sent, each with the tensor's number.
+        change: the change in the number of workers where something waits.
     """
 
     back: dict[int, list[tuple[int, Tensor | None]]]
@@ -66,7 +66,7 @@ class LocalPass:
         self._inputs = computed_together(reach(edges))
         self._schedule = Schedule(edges, {key: each.needs for key, each in self._inputs.items()})
         self._gradients: dict[Hashable, Tensor | None] = {}
-        # Arrived from other workers, and so in memory that nothing else uses.
+        # By id, gradients that arrived from other workers, and so are in memory that nothing else uses.
         self._received: set[int] = set()
         self._is_running = False
         self._was_waiting = False
@@ -102,7 +102,7 @@ class LocalPass:
     # -- gradients --------------------------------------------------------------------------------------
 
     def arrive(self, gradients: Gradients, *, is_own: bool = True) -> Computed:
-        """Some outputs' gradients; None: nothing depends on it. Computes all that is now possible.
+        """Take some outputs' gradients; None: nothing depends on the output. Computes all that is now possible.
 
         Args:
             is_own: whether nothing else uses the gradients' memory.
@@ -130,7 +130,7 @@ class LocalPass:
             with self._lock:
                 self._raise_error()
                 if self._is_running and not is_mine:
-                    # The thread that runs also does what has just become possible, and answers for it.
+                    # The running thread also computes what has just become possible, and answers for it.
                     return Computed(back, 0)
                 step = self._schedule.next_step()
                 if step is None:
@@ -192,7 +192,7 @@ class LocalPass:
     # -- the end ----------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> bool:
-        """Stop: what arrives later gets this error. False if it has failed before."""
+        """Stop: what arrives later gets this error. False if the pass has already failed."""
         with self._lock:
             if self._error is not None:
                 return False
@@ -201,7 +201,7 @@ class LocalPass:
             return True
 
     def check(self, waiting: int) -> None:
-        """After a pass: raise the error with which it has failed.
+        """After a pass: raise the error with which it failed.
 
         Args:
             waiting: the number of workers where something still waits.

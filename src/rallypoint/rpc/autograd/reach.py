@@ -22,8 +22,8 @@ class Reached(NamedTuple):
     Args:
         target: where its gradient is collected.
         leaf: the leaf; None for a received tensor.
-        context_id: of a received tensor, the context.
-        source: of a received tensor, the worker that sent it and its number there.
+        context_id: a received tensor's context.
+        source: the worker that sent a received tensor, and the tensor's number there.
         needs: the outputs that depend on it.
     """
 
@@ -73,7 +73,7 @@ def _of(keys: list[Hashable], mask: int) -> list[Hashable]:
 
 
 def _downwards(starts: list[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """All nodes below some, each after those that follow it; and for each node, those that follow it."""
+    """All nodes from ``starts`` on down, each after those that follow it; and for each node, those that follow it."""
     order: list[Any] = []
     following: dict[Any, list[Any]] = {}
     for start in starts:

@@ -5,7 +5,7 @@ are wanted (leaves, and tensors that it received). An input's gradient is comput
 outputs that depend on it have arrived. So every node that runs sees its complete gradient. A node runs again only if
 inputs below it wait for more outputs.
 
-At first all outputs may get a gradient. If some inputs still wait when no gradient is on its way any more, a search finds
+At first all outputs may get a gradient. If some inputs still wait when no more gradients are on their way, a search finds
 the outputs that take part, and :meth:`Schedule.settle` leaves out the others.
 """
 
@@ -83,7 +83,7 @@ class Schedule:
                     self._ready.append(each)
 
     def next_step(self) -> Step | None:
-        """What can run now; None: nothing. The caller runs it to its end before it asks again."""
+        """What can run now; None: nothing. The caller runs it to completion before it asks again."""
         if not self._ready:
             return None
         inputs, self._ready = tuple(self._ready), []

@@ -10,7 +10,7 @@ Sent = tuple[int, int]
 
 
 class Search:
-    """Finds them step by step: each worker says what the tensors that it sent depend on.
+    """Finds these tensors step by step: each worker says what the tensors that it sent depend on.
 
     Attributes:
         found: for each worker, the numbers of its tensors that take part.
@@ -24,7 +24,7 @@ class Search:
         """Some roots, or tensors that take part, depend on these.
 
         Returns:
-            Whom to ask about which of its tensors: those not known before.
+            The workers to ask, each with the numbers of its tensors that were not known before.
         """
         ask: dict[int, list[int]] = {}
         for each in sent:

@@ -1,4 +1,4 @@
-"""What workers do for one another in contexts. Each function checks its arguments, and who calls it."""
+"""What workers do for one another in contexts. Each function checks its arguments and its caller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SMALL = 4096
 def call(
     to: int, what: Any, args: tuple[Any, ...], timeout: float = constants.UNSET_RPC_TIMEOUT
 ) -> RpcFuture[Any]:
-    """Call one of these functions, which is not part of any context."""
+    """Call one of these functions, outside any context."""
     token = CURRENT.set(None)
     try:
         future: RpcFuture[Any] = current_agent().call_async(
@@ -72,12 +72,12 @@ class Post:
         self._deadline = deadline
 
     def send(self, worker: int, gradients: list[tuple[int, Tensor | None]]) -> RpcFuture[Any]:
-        """The future's value is for :meth:`read`."""
+        """Send gradients. The future's value is for :meth:`read`."""
         args = (*self._head, *flat(gradients))
         return call(worker, receive_gradients, args, left_until(self._deadline))
 
     def send_and_wait(self, worker: int, gradients: list[tuple[int, Tensor | None]]) -> Any:
-        """The same. The calling thread reads the answer, so no other one has to wake up."""
+        """Send gradients and wait. The calling thread reads the answer, so no other one has to wake up."""
         content = (receive_gradients, (*self._head, *flat(gradients)), None)
         token = CURRENT.set(None)
         try:
@@ -97,7 +97,7 @@ class Post:
 
 
 def flat(gradients: list[tuple[int, Tensor | None]]) -> list[Any]:
-    """Not nested: a message of plain values and ordinary tensors is pickled faster."""
+    """Gradients in a flat list: a message of plain values and ordinary tensors is pickled faster."""
     found: list[Any] = []
     for number, gradient in gradients:
         found += number, None if gradient is None else _ordinary(gradient)
@@ -105,7 +105,7 @@ def flat(gradients: list[tuple[int, Tensor | None]]) -> list[Any]:
 
 
 def _ordinary(gradient: Tensor) -> Tensor:
-    """A small gradient without gaps: those of sums, for example, have all elements in one place."""
+    """A small gradient made contiguous: that of a sum, for example, has all its elements in one place."""
     if gradient.layout is not torch.strided or gradient.nbytes > _SMALL or gradient.is_contiguous():
         return gradient
     return gradient.contiguous()
@@ -129,7 +129,7 @@ def checked(
 
 
 class _Errand:
-    """All that one message leads to.
+    """Everything that one message leads to.
 
     Args:
         caller: the sender of the message.
@@ -154,14 +154,14 @@ class _Errand:
         return AnswerLater(self._outcome)
 
     def _proceed(self, computed: Computed, answered: int) -> tuple[bool, Any]:
-        """Send on what was computed. Returns whether nothing is left to wait for, and then the answer."""
+        """Send on what was computed. Returns whether nothing is left to wait for, and if so the answer."""
         back = computed.back
         with self._lock:
             self._change += computed.change
             self._left -= answered
             held: list[tuple[int, Tensor | None]] = []
             if not self._left and len(back) == 1 and self._caller in back:
-                # The caller waits for nothing else: the answer takes them along.
+                # The caller waits for nothing else: the answer takes the gradients along.
                 held = back.pop(self._caller)
             self._left += len(back)
             is_over = not self._left and not self._has_failed
@@ -203,8 +203,8 @@ def receive_gradients(
         gradients: numbers of sent tensors, each followed by the gradient or None.
 
     Returns:
-        When all is done that this led to: the change in the number of workers where something waits (None: 0). If there
-        are gradients for the caller, they follow it in a tuple.
+        Once everything that this led to is done: the change in the number of workers where something waits (None: 0). If
+        there are gradients for the caller, they follow it in a tuple.
     """
     serving = _serving()
     context = _contexts().get(context_id)
@@ -257,7 +257,7 @@ def give_up(context_id: int, began: int, count: int) -> None:
 
 
 def tell_given_up(context_id: int, pass_id: PassId, workers: Iterable[int]) -> None:
-    """Does not wait: what is left of the pass ends with the context at the latest."""
+    """Tell workers that a pass was given up. Does not wait: what is left of it ends with the context at the latest."""
     for worker in workers:
         with contextlib.suppress(RpcError):
             call(worker, give_up, (context_id, *pass_id), 0.0)

@@ -28,7 +28,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """Begins the graph of a tensor that has arrived. Gradients leave here: a backward pass collects them, and usually does
+    """Starts the graph of a tensor that has arrived. Gradients leave here: a backward pass collects them, and usually does
     not run this node.
     """
 
@@ -62,7 +62,7 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     if tensor.grad_fn is None:
         # A leaf that is sent gets a node of its own.
         if torch.is_inference_mode_enabled():
-            # Which would leave it without one, also where gradients are enabled.
+            # Inference mode would leave it without one, even where gradients are enabled.
             with torch.inference_mode(False):
                 return edge_of(tensor)
         with torch.enable_grad():
@@ -103,14 +103,14 @@ class Recorder:
 
 
 def recorder(context: Context | None, to: int) -> Recorder | None:
-    """For a message to a worker; None outside of any context, and once it is over."""
+    """A recorder for a message to a worker; None outside any context, and once the context is over."""
     if context is None or not context.sends_to(to):
         return None
     return Recorder(context, to)
 
 
 def rebuild_received(context_id: int, number: int, plain: Tensor) -> Tensor:
-    """A tensor that has arrived, with a graph if its context lives. Named in pickles."""
+    """A tensor that has arrived, with a graph if its context lives. Pickles refer to this function by name."""
     return _received(context_id, number, plain, current_sender())
 
 

@@ -1,1 +1,1 @@
-"""The lines between workers: how they are made, what goes over them, who reads."""
+"""The lines between workers: how they are made, what goes over them, and which thread reads them."""

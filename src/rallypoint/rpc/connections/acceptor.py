@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _AT_ONCE = 16
 # Handling a timeout this many seconds late means that this process was stopped.
 _STOOD_STILL = 1.0
-# Seconds until the next accept after one failed, for lack of descriptors for example.
+# Seconds until the next accept after one fails, for example for lack of descriptors.
 _PAUSE_SECONDS = 0.25
 # Seconds from a crowded port to the warning: the first one, and later ones.
 _FIRST_WARNING, _NEXT_WARNING = 1.0, 60.0
@@ -60,7 +60,7 @@ class Acceptor:
     Args:
         connections: receives each connection once it has authenticated.
         roster, lines, secret, seals, ways, identity: as for :class:`Dialer`.
-        later: calls a function after so many seconds.
+        later: calls a function after a delay in seconds.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Acceptor:
             site: the default addresses; options override them.
 
         Raises:
-            RpcError: no transport can be used; gives the reason for each.
+            RpcError: no transport can be used; the error gives the reason for each.
         """
         chosen = options.transports != transports.DEFAULT or options.bind is not None
-        # An advertised address may arrive by an interface other than the one seen here.
+        # Connections to an advertised address may arrive on an interface other than the one seen here.
         bind = options.bind or (None if options.advertise else site.bind)
         config = ListenConfig(
             bind=None if bind == "*" else bind,
@@ -145,14 +145,14 @@ class Acceptor:
         return {each.kind: each.address for each in self.listeners}
 
     def start(self) -> None:
-        """Accept connections, including those that came since :meth:`open`."""
+        """Accept connections, including those that have arrived since :meth:`open`."""
         most = room(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         for listener in self.listeners:
             self._half_open[listener] = HalfOpen(most)
             self._poller.add(listener.fileno(), listener)
 
     def close(self) -> list[Welcome]:
-        """Accept no more. Returns the unauthenticated connections, for the caller to close."""
+        """Stop accepting. Returns the unauthenticated connections, for the caller to close."""
         with self._lock:
             self._closed = True
         strangers = self.strangers
@@ -244,7 +244,7 @@ class Acceptor:
         for half_open in list(self._half_open.values()):
             while (oldest := self._oldest(half_open)) is not None and oldest.until <= now:
                 if oldest.until <= now - _STOOD_STILL:
-                    # This process was stopped, and has not yet read what came meanwhile.
+                    # This process was stopped, and has not yet read what arrived in the meantime.
                     with self._lock:
                         for each in half_open:
                             each.until = now + PATIENCE
@@ -274,7 +274,7 @@ class Acceptor:
     ) -> None:
         peer, rest, side, keys = known
         if peer.get("probe"):
-            # It has its answer. Its end says nothing about the peer: probing back would never stop.
+            # The probe has its answer. Its end says nothing about the peer: probing back would never stop.
             sock.close()
             if side is not None:
                 side.close()
@@ -286,7 +286,7 @@ class Acceptor:
                 sharing = self._lines.share(side)
             line = self._lines.line(sock, kind, keys)
         except (OSError, TypeError, ValueError, OverflowError) as error:
-            # It is gone already, or its introduction is invalid.
+            # The peer is already gone, or its introduction is invalid.
             logger.info("closed a connection from %r: %s", peer.get("name"), error)
             if sharing is not None:
                 sharing.close()

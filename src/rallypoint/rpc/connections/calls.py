@@ -19,7 +19,7 @@ class Call:
 
     Attributes:
         frame: the reply, once it has arrived.
-        error: why there will be none.
+        error: why there will be no reply.
         deadline: monotonic seconds, or None.
         waiter: a lock that a sleeping thread waits for.
         on_done: for futures: called once with the call, instead of waking a thread.
@@ -27,7 +27,7 @@ class Call:
         future, outgoing: what ``on_done`` completes, and the connection. Attributes, because a closure per call would
             cost the garbage collector more than the call itself.
         has_callbacks: whether ``on_done`` runs user code, which may be slow.
-        held: kept alive until the answer comes, such as the buffers that were sent.
+        held: what to keep alive until the answer arrives, such as the buffers that were sent.
         size: bytes counted as in flight.
         forks: references that were sent with it.
         is_owed: whether it was sent and the peer has not answered it yet.
@@ -121,7 +121,7 @@ class CallTable:
         return bool(self._calls)
 
     def take_all(self) -> list[Call]:
-        """All calls, to fail them: the peer is lost."""
+        """All calls, for the caller to fail: the peer is lost."""
         taken = []
         while self._calls:
             try:
@@ -133,7 +133,7 @@ class CallTable:
     def take_expired(self, now: float) -> tuple[list[tuple[int, Call]], float | None]:
         """The calls that have timed out, and the next deadline."""
         expired, following = [], None
-        # Not list(items()): each of its tuples may set off a collection, and other threads change the dict meanwhile.
+        # Not list(items()): each of its tuples may trigger a collection, in which other threads may change the dict.
         for number, call in self._calls.copy().items():
             deadline = call.deadline
             if deadline is None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def complete_by(finish: Callable[[Call, Outgoing], Any], call: Call) -> None:
-    """Complete a call's future with the reply as ``finish`` reads it."""
+    """Complete a call's future with what ``finish`` makes of the reply."""
     future, call.future = call.future, None
     try:
         value = finish(call, call.outgoing)
@@ -54,8 +54,8 @@ class Completions(Answer):
     def run(self) -> None:
         if not self._calls:
             return
-        # The user may add a callback to one of them now, which waits for a later one. Then the next leader goes on
-        # with the rest.
+        # The user may now add to one of them a callback that waits for a later one. Then the next leader completes
+        # the rest.
         self._jobs.append(self)
         while self._calls:
             try:
@@ -69,7 +69,7 @@ class Completion(Answer):
     """A call whose reply has arrived."""
 
     __slots__ = ("_call",)
-    # It runs code of the user's.
+    # It runs user code.
     may_wait = True
 
     def __init__(self, call: Call) -> None:

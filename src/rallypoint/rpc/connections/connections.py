@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds for one attempt to connect; the call may allow more.
 _CONNECT_SECONDS = 10.0
-# Seconds for the answers of a worker that is gone to arrive: the network may lose a packet and send it again.
+# Seconds to wait for the last answers of a worker that is gone: the network may lose a packet and send it again.
 _LAST_ANSWERS = 1.0
 _LEFT = "this worker has left the group"
 _HANG_UP = select.EPOLLRDHUP
@@ -54,7 +54,7 @@ class Connections:
         roster: the members that can be called.
         most_unread: bytes of answers that a peer may leave unread.
         heartbeat: seconds after which a silent host is lost.
-        job: makes a request into a job of the pool.
+        job: turns a request into a job for the pool.
         read: reads the content of a reply.
         suspect: called with a peer, a reason, and its connection if that has ended (to be closed with
             :meth:`close_ended`), or None if its address refuses connections.
@@ -94,7 +94,7 @@ class Connections:
         self._routes: dict[Any, Outgoing] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self.outgoing: dict[int, Outgoing] = {}
-        # To workers that are gone, whose last answers are awaited. No call is made over them.
+        # Connections to workers that are gone, whose last answers are awaited. No call is made over them.
         self._retired: set[Outgoing] = set()
         self.incoming: set[Incoming] = set()
         # Connections that have ended and are not closed yet.
@@ -144,7 +144,7 @@ class Connections:
         """Connect to a worker, so that its loss is noticed.
 
         Raises:
-            PeerLost: it is gone, not only late.
+            PeerLost: it is gone, not merely late.
         """
         with contextlib.suppress(RpcTimeout):
             self.route(to, time.monotonic() + _CONNECT_SECONDS, _CONNECT_SECONDS)
@@ -162,7 +162,7 @@ class Connections:
             until, seconds: as for :meth:`route`.
 
         Raises:
-            PeerLost: no transport works; gives the reason for each.
+            PeerLost: no transport works; the error gives the reason for each.
             RpcTimeout: the member has not answered by the deadline.
         """
         with self._lock:
@@ -200,7 +200,7 @@ class Connections:
             raise PeerLost(member.name, dead)
 
         def refused(reason: str) -> None:
-            # It may have died before any worker was connected to it, so that nothing else reports its loss.
+            # The member may have died before any worker connected to it. Then nothing else reports its loss.
             self._suspect(WorkerInfo(member.name, member.id), reason, None)
 
         deadline = Deadline(max(0.0, limit - time.monotonic()))
@@ -209,7 +209,7 @@ class Connections:
         with self._lock:
             closed = self.is_closed
             if not closed:
-                # First: a thread that finds it in the table may arm it at once.
+                # To the poller first: a thread that finds it in the table may arm it at once.
                 self._poller.add(outgoing.line.fileno(), _Replies(self, outgoing), _HANG_UP)
                 self.outgoing[member.id] = outgoing
         if closed:
@@ -289,7 +289,7 @@ class Connections:
         """All is sent: stop polling for writability."""
         self._poller.change(line.fileno(), off=WRITE)
         if line.is_full:
-            # A thread has filled it meanwhile, and may have asked the poller before the line above.
+            # A thread has filled the buffer again, and may have asked the poller before the line above.
             self._poller.change(line.fileno(), on=WRITE)
 
     # -- the Watch of an Outgoing -------------------------------------------------------------------
@@ -390,14 +390,14 @@ class Connections:
     def hang_up(
         self, worker: int, member: Member | None, later: Callable[[float, Callable[[], None]], None]
     ) -> None:
-        """A worker is gone: no more calls are made over its connection, and those that it does not answer fail.
+        """A worker is gone: make no more calls over its connection, and fail those that it does not answer.
 
-        Its answers may still be on the way. The connection ends by itself after them, unless its host is gone too. So it is
-        ended here only if that takes long.
+        Its answers may still be on the way. After them, the connection ends on its own, unless the host is gone too. So it
+        is ended here only if that takes long.
 
         Args:
-            member: only if the worker is this one, and not a later one with the same id.
-            later: calls a function after so many seconds.
+            member: hang up only on this member, not on a later one with the same id; None: on either.
+            later: calls a function after a delay in seconds.
         """
         with self._lock:
             outgoing = self.outgoing.get(worker)
@@ -405,7 +405,7 @@ class Connections:
                 member is not None and outgoing.incarnation != member.incarnation
             ):
                 return
-            # It has not failed yet, or it would not be in the table. When it does, it is forgotten.
+            # The connection has not failed yet, or it would not be in the table. When it fails, it is forgotten.
             self._unroute(outgoing)
             self._retired.add(outgoing)
         if outgoing.calls:
@@ -420,7 +420,7 @@ class Connections:
             self._ended.discard(ended)
 
     def close_all_ended(self) -> None:
-        """The pool has ended, which closes lost connections otherwise."""
+        """Close all lost connections: the pool, which otherwise does so, has ended."""
         with self._lock:
             left = list(self._ended)
             self._ended.clear()
@@ -453,7 +453,7 @@ class Connections:
             table.clear()
 
     def be_alone(self) -> None:
-        """The pool ends, and completes no calls from here on."""
+        """The pool is ending, and completes no more calls."""
         self._is_alone = True
         self.complete_left()
 

@@ -43,7 +43,7 @@ def _is_cut(error: Exception) -> bool:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between attempts. Random: many workers may be refused at once, and should not all return at once."""
+    """Seconds between attempts. Random: many workers may be refused at once, and should not all retry at once."""
     pause = _FIRST_PAUSE
     while True:
         yield random.uniform(pause / 2, pause)  # noqa: S311  # nothing secret
@@ -106,7 +106,7 @@ class Dialer:
             refused: called with the reasons if every transport is refused.
 
         Raises:
-            PeerLost: no transport works; gives the reason for each. See :func:`is_late`: not each one means a loss.
+            PeerLost: no transport works; the error gives the reason for each. It need not mean a loss: :func:`is_late`.
         """
         group = self._roster.group
         assert group is not None
@@ -152,7 +152,7 @@ class Dialer:
         raise PeerLost(member.name, f"it cannot be reached ({'; '.join(reasons)})") from late
 
     def _wait(self, seconds: float, deadline: Deadline) -> bool:
-        """Wait before the next attempt; False if there is none."""
+        """Wait before the next attempt; False if there will be none."""
         left = deadline.remaining()
         if left is not None:
             seconds = min(seconds, left)

@@ -1,4 +1,4 @@
-"""Authentication of a new connection: the protocol of ``wire.auth`` over a socket, inside TLS if there is any."""
+"""Authentication of a new connection: the protocol of ``wire.auth`` over a socket, inside TLS if that is used."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Welcome:
 
     @property
     def _talk(self) -> Accepting:
-        # Created late: most connections of a flood never send anything.
+        # Created lazily: most connections in a flood never send anything.
         if self._begun is None:
             self._begun = self._begin()
         return self._begun

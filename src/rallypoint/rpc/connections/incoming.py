@@ -29,7 +29,7 @@ class Served(Protocol):
         """The caller has cancelled it."""
 
     def credit(self, amount: int) -> None:
-        """The caller accepts so many more items of a stream."""
+        """The caller accepts this many more items of a stream."""
 
     def abandon(self) -> None:
         """In a forked child: its result is dropped. Takes no lock."""
@@ -42,13 +42,13 @@ class Incoming:
         line: connected.
         peer: the other end.
         sharing: shared memory for large buffers, or None.
-        job: makes a request into a job of the pool.
+        job: turns a request into a job for the pool.
         lost: called once when the connection ends, with the reason.
         hold_back: has :meth:`flush` called when the leader has no more jobs at hand.
         most_unread: bytes of unread answers beyond which the peer's requests are paused.
         listen: called when requests are paused (False) or resumed.
         submit: gives the pool a parked request.
-        idle: told when a request is answered.
+        idle: notified when a request is answered.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Incoming:
         self.sharing = sharing
         self.active: dict[int, Served] = {}
         self.sent_references = SentReferences()
-        # Requests that are answered, but not handed to the kernel yet.
+        # Requests whose answers are not handed to the kernel yet.
         self._answering: set[int] = set()
         self._job = job
         self._lost = lost
@@ -78,7 +78,7 @@ class Incoming:
         self._most_unread = most_unread
         self._listen = listen
         self._submit = submit
-        # Under the lock: whether requests are paused until the peer reads, and those that wait for that.
+        # Under the lock: whether requests are paused until the peer reads, and the requests that wait for that.
         self.is_paused = False
         self._pause_lock = threading.Lock()
         self._parked: list[Job] = []
@@ -128,7 +128,7 @@ class Incoming:
 
     def claim(self, number: int) -> bool:
         """Whether the caller may answer this request: it has not been answered or cancelled."""
-        # Added here before it is removed there: is_idle must not miss it.
+        # Added here before it is removed from active, so that is_idle does not miss it.
         self._answering.add(number)
         if self.active.pop(number, None) is None:
             self.answered(number)
@@ -144,7 +144,7 @@ class Incoming:
     @property
     def is_idle(self) -> bool:
         """Whether no request is being served, and all answers are handed to the kernel."""
-        # In the order in which an answer passes through them. flush() holds the lock while it sends.
+        # Checked in the order in which an answer passes through them. flush() holds the lock while it sends.
         return not (self.active or self._answering or self._held or self._lock.locked())
 
     # -- replies ----------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ class Incoming:
             later: hold it back until :meth:`flush`, to send several at once.
 
         Returns:
-            False if it was certainly not sent.
+            False if it was definitely not sent.
         """
         if self._ended:
-            # The answer may be that of a request cancelled by end(): the peer must not read that.
+            # The answer may be to a request that end() has cancelled: the peer must not read it.
             return False
         placed: Sequence[Shared | memoryview] = buffers
         if buffers and self.sharing is not None:
@@ -252,7 +252,7 @@ class Incoming:
         self.end("this worker has left the group")
 
     def abandon(self) -> None:
-        """In a forked child: only the parent answers, also if a request forked."""
+        """In a forked child: only the parent answers, even if a request forked."""
         self._lock = threading.Lock()
         self._pause_lock = threading.Lock()
         self._ended = True
@@ -262,7 +262,7 @@ class Incoming:
         self._held.clear()
 
     def close(self) -> None:
-        """Close the sockets. Called when no thread reads any more."""
+        """Close the sockets. Called once no thread reads any more."""
         self.line.shut()
         self.line.close()
         if self.sharing is not None:

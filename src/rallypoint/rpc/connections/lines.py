@@ -28,7 +28,7 @@ class Lines:
 
     Args:
         shared_memory_bytes, heartbeat: as in the options.
-        later: calls a function after so many seconds.
+        later: calls a function after a delay in seconds.
     """
 
     def __init__(

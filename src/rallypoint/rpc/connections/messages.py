@@ -8,7 +8,7 @@ from enum import IntEnum
 class Kind(IntEnum):
     """The kind of a frame. Numbers are part of the protocol: append only."""
 
-    # From the end that connected.
+    # Sent by the end that connected.
     CALL = 1
     SCRIPT_CALL = 2
     REMOTE = 3
@@ -24,7 +24,7 @@ class Kind(IntEnum):
     SEGMENT = 13
     LEAVE = 14
     INQUIRY = 15
-    # From the end that accepted.
+    # Sent by the end that accepted.
     REPLY = 32
     NOTHING = 33
     FAILURE = 34

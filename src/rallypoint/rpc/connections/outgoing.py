@@ -47,16 +47,16 @@ class Watch(Protocol):
     def disarm(self, outgoing: Outgoing) -> None: ...
 
     def kept(self, outgoing: Outgoing) -> None:
-        """It holds frames back: have :meth:`Outgoing.send_kept` send them soon."""
+        """The connection holds frames back: have :meth:`Outgoing.send_kept` send them soon."""
 
     def full(self, outgoing: Outgoing) -> None:
         """The socket's buffer is full: have the rest sent when there is room."""
 
     def forget(self, outgoing: Outgoing) -> None:
-        """It is lost: route no further calls to it. Idempotent."""
+        """The connection is lost: route no further calls to it. Idempotent."""
 
     def lost(self, outgoing: Outgoing, reason: str) -> None:
-        """It and all its calls have ended. Called once."""
+        """The connection and all its calls have ended. Called once."""
 
     def wake_at(self, when: float) -> None: ...
 
@@ -82,7 +82,7 @@ class Outgoing:
     Args:
         line: connected and authenticated.
         info: the peer.
-        watch: arms it, and hears of its end.
+        watch: arms the connection, and is told of its end.
         sharing: shared memory for large buffers, or None.
         has_maps: whether the peer has device maps; its answers follow them.
     """
@@ -107,13 +107,13 @@ class Outgoing:
         self.lost_reason: str | None = None
         self.in_flight = 0
         self.sent_references = SentReferences()
-        # Cancelled calls whose answers are still to come: they hold memory until they are read.
+        # Cancelled calls whose answers are still to come. Answers hold memory until they are read.
         self._owed: set[int] = set()
         self._watch = watch
         self._idle = watch.idle
         self._numbers = itertools.count(1)
         self._role = threading.Lock()
-        # The call whose thread has the role, unless it gave it away to run a signal handler.
+        # The call whose thread has the role, unless the thread gave it away to run a signal handler.
         self._reader: Call | None = None
         # Guards _waiting, is_armed and lost_reason.
         self._lock = threading.Lock()
@@ -124,10 +124,10 @@ class Outgoing:
     # -- requests ---------------------------------------------------------------------------------
 
     def reserve(self, call: Call, size: int, most: int) -> None:
-        """Count the bytes of ``call`` as in flight. Waits while there would be more than ``most``, unless it is alone.
+        """Count the bytes of ``call`` as in flight. Waits while that would exceed ``most``, unless nothing else is in flight.
 
-        A function that passes on no more than has come with the call that it serves does not wait: that call takes room
-        itself until it is answered, and others of its kind may wait for that room, in a circle.
+        A function that passes on no more bytes than came with the call that it serves does not wait: that call itself
+        takes up room until it is answered, and others like it may wait for that room, in a cycle.
 
         Raises:
             RpcTimeout: the call has timed out.
@@ -141,7 +141,7 @@ class Outgoing:
         with self._room:
             if not (has_room() or _is_passed_on(size)):
                 left = None if call.deadline is None else call.deadline - time.monotonic()
-                # Answers must be read to make room, also if no thread waits for them.
+                # Answers must be read to make room, even if no thread waits for them.
                 self._lock.release()
                 try:
                     self.attend()
@@ -217,7 +217,7 @@ class Outgoing:
             self.fail(str(error))
             self._withdraw(number)
         except DeadlineExceeded:
-            # The rest of it goes out, before the next request, when the peer reads again.
+            # The rest of the request goes out, before the next one, when the peer reads again.
             self._expire(call)
         return number
 
@@ -236,7 +236,7 @@ class Outgoing:
         self._complete(theirs)
 
     def _withdraw(self, number: int) -> None:
-        """The peer is lost: take the call back, unless another thread has failed it already."""
+        """The peer is lost: take the call back, unless another thread has already failed it."""
         # The thread that noticed the loss may not have done this yet.
         self._watch.forget(self)
         call = self.calls.take(number)
@@ -266,7 +266,7 @@ class Outgoing:
     # -- replies ----------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """Have the leader read replies, unless another thread reads already."""
+        """Have the leader read replies, unless another thread already reads them."""
         if not self.is_armed and not self._role.locked():
             self._arm()
 
@@ -346,7 +346,7 @@ class Outgoing:
         if kind < REPLY or kind > GIVEN_UP:
             raise ProtocolError(f"worker {self.peer!r} sent an answer of unknown kind {kind}")
         if kind == GIVEN_UP:
-            # If the peer timed it out first, this end still does so by its own clock.
+            # If the peer timed the call out first, this end still does so by its own clock.
             call = self.calls.get(frame.call)
             if call is not None:
                 call.is_owed = False
@@ -371,7 +371,7 @@ class Outgoing:
             self.sharing.discard(frame.buffers)
 
     def _settle(self, call: Call, theirs: list[Call]) -> None:
-        """Mark it done and wake its thread. Calls with ``on_done`` are appended to ``theirs``, for the caller."""
+        """Mark a call done and wake its thread. Calls with ``on_done`` are appended to ``theirs``, for the caller."""
         call.held = None
         if call.size:
             with self._room:
@@ -488,7 +488,7 @@ class Outgoing:
         return theirs, following
 
     def cancel(self, number: int, error: BaseException) -> bool:
-        """Cancel a call; False if it is done already."""
+        """Cancel a call; False if it is already done."""
         call = self.calls.take(number)
         if call is None:
             return False
@@ -497,7 +497,7 @@ class Outgoing:
         return True
 
     def _give_up(self, number: int, call: Call) -> None:
-        """Tell the peer that the answer is not needed. Remote values are still created: others may refer to them."""
+        """Tell the peer that the answer is no longer needed. Remote values are still created: others may refer to them."""
         if call.kind not in (REMOTE, SCRIPT_REMOTE):
             self.tell(CANCEL, number)
         # In this order: another thread may read the peer's answer at this moment.

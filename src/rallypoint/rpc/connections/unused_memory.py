@@ -12,7 +12,7 @@ from rallypoint.wire.shm import Budget
 
 # Seconds that unused memory is kept.
 KEPT: Final = 60.0
-# Seconds between checks while the other end holds memory: it does not report when it releases it.
+# Seconds between checks while the other end holds memory: it does not report releases.
 LOOK: Final = 15.0
 
 
@@ -20,7 +20,7 @@ class UnusedMemory:
     """Trims the pools of one agent. Runs only while they hold memory.
 
     Args:
-        later: calls a function after so many seconds.
+        later: calls a function after a delay in seconds.
     """
 
     def __init__(self, later: Callable[[float, Callable[[], None]], None]) -> None:

@@ -1,8 +1,8 @@
 """A group that processes join and leave.
 
 [Note: The cost of a join] At most thirteen calls to the store, plus two per 512 members. There are no locks, and no
-other member takes part. If another process is between the two steps of its own join, this one polls until that is
-done; if the other has died there, it goes on after a second.
+other member takes part. If another process is between the two steps of its own join, this one polls until the second
+step is done; if the other process has died there, this one goes on after a second.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class DynamicGroup:
         self._gone: dict[str, str] = {}  # incarnation to reason
         self._departed: dict[str | int, tuple[str, str]] = {}  # name or rank to name and reason
         self._members: tuple[int, tuple[Member, ...]] = (0, ())
-        # The number of the entry by which this process became a member: two members of the same rank differ in it.
+        # The number of the entry that made this process a member. It tells apart two members of the same rank.
         self.term = 0
         self.expelled: str | None = None  # why this process was reported lost
         self._listens = True  # whether the watcher runs
@@ -106,18 +106,18 @@ class DynamicGroup:
 
         Raises:
             ConfigError: the rank is too high, or its device maps conflict with those of a member.
-            DeadlineExceeded: the store is so slow that others filled our place in the journal each time.
+            DeadlineExceeded: the store is so slow that others filled our place in the journal every time.
             RpcError: name or rank is taken, the group is static, or the store is lost.
         """
         if rank is not None and not 0 <= rank <= MAX_ID:
-            # Others would not read the record.
+            # Others would reject the record.
             raise ConfigError("rank", rank, f"expected 0 to {MAX_ID}, or none to be assigned one")
         deadline = Deadline(timeout, clock)
         group = cls(store, me, clock, signer)
         calls = group._calls
         agree_on_kind(calls, b"dynamic")
         group._start_from_outline()
-        # Refuse what can be refused before others see it. What changes after this is found below.
+        # Refuse what can be refused before others see the join. Later changes are found below.
         group._advance(calls, calls.add("next", 0))
         group._refuse(me.name, rank)
         wanted = Join(replace(me, id=rank or 0), given=rank is not None)
@@ -175,7 +175,7 @@ class DynamicGroup:
         """Wait until members of all these names are in the group at the same time, and return them.
 
         Raises:
-            DeadlineExceeded: some are missing; names them.
+            DeadlineExceeded: some are missing; the error names them.
         """
         wanted = tuple(names)
         deadline = Deadline(timeout, self._clock)
@@ -208,7 +208,7 @@ class DynamicGroup:
         return self._call_back(callback, None)
 
     def on_leave(self, callback: OnLeave) -> tuple[int, tuple[Member, ...]]:
-        """Call ``callback(member, reason)`` for each later departure or loss, also this process's. See :meth:`on_join`."""
+        """Call ``callback(member, reason)`` for each later departure or loss, including our own. See :meth:`on_join`."""
         return self._call_back(None, callback)
 
     def _call_back(
@@ -248,7 +248,7 @@ class DynamicGroup:
             self._append(Leave(self._me.id, self._me.incarnation, reason), Deadline(None))
 
     def close(self) -> None:
-        """End the watcher within a second. Idempotent. Does not :meth:`leave`."""
+        """Stop the watcher within a second. Idempotent. Does not :meth:`leave`."""
         watcher = self._watcher
         if watcher is None or self._closing.is_set():
             return
@@ -276,7 +276,7 @@ class DynamicGroup:
     # -- reading and writing the journal ----------------------------------------------------------
 
     def _start_from_outline(self) -> None:
-        """Begin with the view of the latest outline, if there is one."""
+        """Start from the view of the latest outline, if there is one."""
         calls = self._calls
         empty = membership.encode_outline(membership.Outline())
         try:
@@ -309,7 +309,7 @@ class DynamicGroup:
                 raise DeadlineExceeded(
                     "the store is too slow: an entry in the group's journal took more than a second to write, each time"
                 )
-        # The writer of an entry fills the holes before it: no event tells the others of these.
+        # The writer of an entry fills the holes before it, since no event tells the others of them.
         self._settle(calls, number)
         if number % membership.OUTLINE_EVERY == 0:
             plan = membership.encode_outline(membership.outline(self._view))
@@ -337,7 +337,7 @@ class DynamicGroup:
         if numbers and last > known and not calls.present([_entry(number) for number in numbers]):
             gaps = set(calls.absent([_entry(number) for number in numbers]))
             absent = tuple(number for number in numbers if _entry(number) in gaps)
-            # They may all have arrived meanwhile.
+            # They may all have arrived in the meantime.
             numbers = range(first, absent[0] if absent else last + 1)
         if numbers:
             read = calls.read([_entry(number) for number in numbers])
@@ -349,7 +349,7 @@ class DynamicGroup:
         return absent
 
     def _settle(self, calls: Calls, last: int) -> None:
-        """Apply entries up to ``last``. Wait for missing ones, and fill their places in the end."""
+        """Apply entries up to ``last``. Wait for missing ones, and eventually fill their places."""
         absent = self._advance(calls, last)
         since: dict[int, float] = {}
         pause = SOON[0]
@@ -359,7 +359,7 @@ class DynamicGroup:
             for number in decision.fill:
                 _log.info("entry %d of the group's journal was never written: filled", number)
                 calls.announce_new(_entry(number), membership.encode(VOID))
-            # The filled ones exist now, by us or by another process.
+            # The filled entries exist now, written by us or by another process.
             patience = Deadline(
                 None if decision.look_at is None else decision.look_at - self._clock.now(),
                 self._clock,
@@ -472,7 +472,7 @@ class DynamicGroup:
                     _log.exception("a callback of the group failed")
 
     def _wake(self) -> None:
-        """End the watcher's wait by a void entry, which works with every store."""
+        """End the watcher's wait with a void entry, which works with every store."""
         if not pushes(self._store):
             return  # the watcher polls
         upcoming, void = self._view.epoch + 1, membership.encode(VOID)
@@ -492,7 +492,7 @@ def _decode(data: bytes) -> Entry:
     try:
         return membership.decode(data)
     except ProtocolError as error:
-        # All members read it as void. To fail here would stop them all.
+        # All members read it as void. Failing here would stop them all.
         _log.warning(
             "ignored an entry of the group's journal that this version cannot read: %s", error
         )

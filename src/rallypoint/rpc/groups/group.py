@@ -1,7 +1,7 @@
 """What both kinds of groups have in common: a static group forms once, a dynamic one can be joined and left.
 
-The store is a ``torch.distributed.Store`` of the caller, who also closes it; preferably a ``PrefixStore`` for this
-group alone. Keys::
+The store is the caller's ``torch.distributed.Store``, which the caller also closes; preferably a ``PrefixStore`` for
+this group alone. Keys::
 
     rpc/kind              "static" or "dynamic", as the first member says
     rpc/rank/<rank>       static: that member's record, {"world_size", "member"}
@@ -9,7 +9,7 @@ group alone. Keys::
     rpc/left/<rank>       static: why a member has left
     rpc/next              dynamic: the highest number taken
     rpc/entry/<number>    dynamic: the journal (membership.py)
-    rpc/outline           dynamic: an outline of a view, at most some 256 entries old
+    rpc/outline           dynamic: an outline of a view, at most about 256 entries old
     rpc/gone/<rank>/<incarnation>   dynamic: a claim on reporting this member lost
 """
 

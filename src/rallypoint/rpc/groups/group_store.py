@@ -3,8 +3,8 @@
 [Note: Watching] There are two ways to wait for a key. A TCPStore's server notifies waiting clients: the watcher
 blocks in a call on a connection of its own, which costs nothing until the key appears. Other stores poll when they
 wait, or have waits that cannot be interrupted: there the watcher checks for the next entry every ``POLL`` seconds. It
-uses a clone of the store, except for FileStore (each clone counts as a user of the file, which is deleted when all
-users have ended) and HashStore.
+uses a clone of the store, except for FileStore (each clone counts as a user of the file, which is deleted when the
+last user is gone) and HashStore.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds between checks of stores that do not notify.
 POLL: Final = 0.05
-# For waits without a limit: c10d passes milliseconds to poll(2) as a C int, so 24 days is the most.
+# For waits without a limit: c10d passes milliseconds to poll(2) as a C int, so 24 days is the maximum.
 NO_LIMIT: Final = timedelta(days=20)
 # c10d counts in milliseconds, and 0 means no limit.
 SHORTEST: Final = timedelta(milliseconds=1)
@@ -43,7 +43,7 @@ _MOST_TRIES: Final = 100
 
 
 class C10dStore(Protocol):
-    """The methods used of ``torch.distributed.Store``. Some stores also have ``clone()``."""
+    """The methods of ``torch.distributed.Store`` that are used. Some stores also have ``clone()``."""
 
     def set(self, key: str, value: bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -79,7 +79,7 @@ class Calls:
             return self._store.add(_key(key), amount)
 
     def put_new(self, key: str, value: bytes) -> bytes:
-        """Set a key unless a member has set it already. Returns its value."""
+        """Set a key unless a member has already set it. Returns its value."""
         signed, expected = self.signer.sign(key, value), b""
         for _ in range(_MOST_TRIES):
             with _as_rpc_error():
@@ -167,7 +167,7 @@ class Calls:
         return True
 
     def wait_interruptibly(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """:meth:`wait`, for the main thread: signals do not interrupt c10d's waits."""
+        """:meth:`wait`, but interruptible by signals, unlike c10d's own waits. For the main thread."""
         if self.present(keys):
             return True
         if pushes(self._store):
@@ -182,7 +182,7 @@ class Calls:
                 return False
 
     def _wait_beside(self, keys: Sequence[str], timeout: float | None) -> bool:
-        """:meth:`wait` in a thread. If a signal interrupts this, the thread ends with its timeout."""
+        """:meth:`wait` in a thread. If a signal interrupts this, the thread ends at its timeout."""
         listener = Listener.of(self._store, self.signer)
         answers: SimpleQueue[bool | BaseException] = SimpleQueue()
 
@@ -250,7 +250,7 @@ class Listener:
             if self.calls.present([key]):
                 return True
             if self.blocks:
-                # Also ends without the key, when another client's compare_set fails.
+                # Also returns without the key, when another client's compare_set fails.
                 self.calls.wait([key], None)
             else:
                 stop.wait(POLL)

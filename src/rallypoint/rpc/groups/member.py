@@ -46,7 +46,7 @@ class Member:
         pid: for messages only.
         addresses: by transport, a path or a host and port.
         devices: its devices and device maps.
-        version: of its rallypoint package.
+        version: the version of its rallypoint package.
         extra: further JSON data for the others.
 
     Raises:
@@ -165,7 +165,7 @@ def load(data: bytes, what: str, limit: int = MAX_RECORD) -> dict[str, Any]:
     """A record from its bytes: a JSON object of our version.
 
     Raises:
-        ProtocolError: the bytes are not one.
+        ProtocolError: the bytes are not such a record.
     """
     if len(data) > limit:
         raise ProtocolError(f"a {what} record of {len(data)} bytes exceeds the limit of {limit}")
@@ -184,7 +184,7 @@ def load(data: bytes, what: str, limit: int = MAX_RECORD) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value in an error's text, shortened."""
+    """A value for an error's text, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

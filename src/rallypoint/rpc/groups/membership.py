@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-The journal is a numbered list of entries in the store. Every member applies all of them in their order:
+The journal is a numbered list of entries in the store. Every member applies all of them in order:
 
 1. An entry is written in two steps: take the next number from a counter, then set the entry under that number unless
-   it is set already. Writers never wait for each other.
+   it is already set. Writers never wait for each other.
 2. An entry is applied when all entries before it are. The *epoch* is the number of the last one applied, so all
    processes at the same epoch see the same members.
 3. A process that dies between the two steps leaves a hole. A reader that has seen the hole for ``HOLE_GRACE`` on its
-   own clock fills it with a void entry. A writer that was only slow finds its number used, and takes another.
+   own clock fills it with a void entry. A writer that was merely slow finds its number used, and takes another.
 4. A join is refused if its name or rank is taken *at its place in the journal*. So names and ranks are unique without
-   locks, a process that dies while it joins reserves nothing, and a name is free from the epoch of its holder's leave.
+   locks, a process that dies while it joins reserves nothing, and a name is free from the epoch at which its holder left.
 5. A join without a rank gets the one after the highest ever used, so that a remembered rank never means another worker.
 6. Leave and loss entries name an incarnation. Repeated ones change nothing. Reports by processes that are no longer
-   members are ignored: one that was cut off from the network found all others silent.
+   members are ignored: a process that is cut off from the network finds all others silent.
 7. An outline lists the entries that made the present members, so that a newcomer need not read the whole journal.
 """
 
@@ -44,7 +44,7 @@ from .member import (
 
 # Seconds before a hole may be filled. A round trip to the store takes milliseconds.
 HOLE_GRACE: Final = 1.0
-# An outline is written after every so many entries.
+# An outline is written once per this many entries.
 OUTLINE_EVERY: Final = 256
 # Bytes of an outline: enough for 60,000 members.
 MAX_OUTLINE: Final = 1024 * 1024
@@ -74,7 +74,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A member was lost, as another one reports.
+    """A member was lost, according to another one.
 
     Args:
         by: the incarnation of the reporter; empty: not known.
@@ -174,8 +174,8 @@ class View:
     Args:
         epoch: the number of the last entry.
         seats: the members, by rank.
-        ranks: by name.
-        next_rank: the rank of the next join without one.
+        ranks: the members' ranks, by name.
+        next_rank: the rank for the next join that asks for none.
     """
 
     epoch: int = 0
@@ -254,7 +254,7 @@ def advance(view: View, first: int, entries: Sequence[Entry]) -> tuple[View, tup
     """Apply entries in order.
 
     Args:
-        first: the number of the first one. Entries that the view includes already are skipped.
+        first: the number of the first one. Entries that the view already includes are skipped.
 
     Returns:
         The view after the last one, and the events since ``view``, in order.
@@ -302,12 +302,12 @@ def _is_in(seats: Mapping[int, Seat], incarnation: str) -> bool:
 def _rank_for(view: View) -> int:
     if view.next_rank <= MAX_ID:
         return view.next_rank
-    # A member asked for the highest rank there is.
+    # A member has asked for the highest possible rank.
     return next(rank for rank in range(MAX_ID) if rank not in view.seats)
 
 
 def device_problem(view: View, newcomer: Member) -> str | None:
-    """A conflict between the device maps of a newcomer and the members; None if there is none."""
+    """A conflict between a newcomer's device maps and the members'; None if there is none."""
     concerned = {
         member.name: member.devices
         for member in view.members()
@@ -322,7 +322,7 @@ def device_problem(view: View, newcomer: Member) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """What to do about holes: numbers that the counter has passed, without an entry.
+    """What to do about holes: numbers that the counter has passed but that have no entry.
 
     Args:
         fill: those that may be filled now.
@@ -415,7 +415,7 @@ def restore(plan: Outline, entries: Mapping[int, Entry]) -> View:
     """The view of an outline.
 
     Args:
-        entries: at least those that it lists.
+        entries: at least those that the outline lists.
 
     Raises:
         ProtocolError: outline and entries do not match.

@@ -89,7 +89,7 @@ class Roster:
             return True
 
     def strike(self, member: Member, reason: str) -> bool:
-        """Note that a member is gone; False if that was known."""
+        """Record that a member is gone; False if that was already known."""
         with self._lock:
             if member.incarnation in self.dead:
                 return False

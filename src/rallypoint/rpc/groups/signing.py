@@ -1,8 +1,8 @@
 """Signed values in the group's store: those written without the secret are ignored. Pure.
 
 A value is a version, a 16-byte keyed BLAKE2b over key and content, and the content. Each group has a signing key of its
-own, so values that were altered, moved to another key, or copied from another group are invalid. Deleting a key, or
-restoring an earlier value of it, is not detected here: the groups handle that (``group.py``).
+own, so values that were altered, moved to another key, or copied from another group are invalid. Deleting a key or
+restoring its earlier value is not detected here: the groups handle that (``group.py``).
 """
 
 from __future__ import annotations

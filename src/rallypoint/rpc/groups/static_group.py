@@ -27,7 +27,7 @@ class StaticGroup:
     """``world_size`` processes, each with its rank. Its epoch is always 1."""
 
     is_static = True
-    # As DynamicGroup's: nobody comes after another.
+    # As in DynamicGroup: here, no member succeeds another.
     term = 0
 
     def __init__(
@@ -53,7 +53,7 @@ class StaticGroup:
     ) -> Self:
         """Form a group of ``world_size``. Either all see the same group, or all fail for the same reason.
 
-        Blocks: until all members have arrived, and with it other users of the same store object.
+        Blocks until all members have arrived. Other users of the same store object are blocked, too.
 
         Args:
             me: its ``id`` is its rank.
@@ -62,7 +62,7 @@ class StaticGroup:
 
         Raises:
             ConfigError: the rank is not below ``world_size``, or device maps conflict.
-            DeadlineExceeded: some ranks are missing; names them.
+            DeadlineExceeded: some ranks are missing; the error names them.
             RpcError: rank or name is taken, the group is dynamic, or the store is lost.
         """
         if not 0 <= me.id < world_size:
@@ -80,7 +80,7 @@ class StaticGroup:
             )
         keys = [f"rank/{rank}" for rank in range(world_size)]
         if not calls.wait_interruptibly(keys, timeout):
-            # Tell those who see our record that we gave up, unless all have seen the complete group already.
+            # Tell members that see our record that we gave up, unless all have already seen the complete group.
             seal = calls.put_new("formed", _given_up(me))
             missing = [key.removeprefix("rank/") for key in calls.absent(keys)]
             if missing or seal.startswith(_GIVEN_UP):
@@ -213,5 +213,5 @@ def _confirm(calls: Calls, members: tuple[Member, ...]) -> Member | None:
         gave_up = next((member for member in members if _given_up(member) == held), None)
         if gave_up is not None:
             return gave_up
-        calls.delete("formed")  # the one that gave up was replaced since
+        calls.delete("formed")  # the one that gave up has since been replaced
     return None

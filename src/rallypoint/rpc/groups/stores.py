@@ -63,8 +63,8 @@ def open_store(
         with contextlib.suppress(OSError):
             os.close(os.open(url.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if (rank >= 0 and world_size) or (torch_rules and rank < 0):
-        # By torch's own rendezvous, so that every scheme registered there works. But the group waits for the workers,
-        # not the store: the store's wait cannot be interrupted, and does not say who is missing.
+        # Use torch's own rendezvous, so that every scheme registered there works. But let the group wait for the workers,
+        # not the store: the store's wait cannot be interrupted, and does not say which are missing.
         host = ""
         if (
             rank >= 0
@@ -118,7 +118,7 @@ def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
         except (RuntimeError, OSError):
             if rank == 0:
                 raise
-            # Another process serves it already.
+            # Another process already serves it.
     address = _await_server(host, port, limit)
     with connecting_to(address):
         return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)

@@ -90,11 +90,11 @@ class Counts:
     """Numbers of references.
 
     Args:
-        num_owner_rrefs: own values that others refer to.
-        num_forks: their references, including those in transit.
+        num_owner_rrefs: this worker's values that others refer to.
+        num_forks: the others' references to these values, including those in transit.
         num_users: references to values of others; at shutdown, 0 means that all are deleted.
-        num_pending_users: those of them that the owner has not confirmed yet.
-        num_pending_children: references that were passed on and not accepted yet.
+        num_pending_users: how many of these the owner has not confirmed yet.
+        num_pending_children: references that were passed on but not accepted yet.
     """
 
     num_owner_rrefs: int

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class RRefId(NamedTuple):
-    """The id of a value, unique over all workers. Never kept in one table with :class:`ForkId`, which may be equal."""
+    """The id of a value, unique over all workers. Never kept in a table with :class:`ForkId`, which may compare equal."""
 
     created_on: int
     local_id: int

@@ -5,8 +5,8 @@ Theory of operation
 
 A value lives on its *owner*. The owner's own objects *hold* it. Any other worker that refers to it has a *user*
 reference, and each user reference is a *fork* with an id of its own: a worker with two references has two forks. For
-each value, the owner keeps the forks that it knows (*registered*) and the number of its own holds. With none of
-either, it releases the value.
+each value, the owner keeps the forks that it knows (*registered*) and the number of its own holds. When it has neither,
+it releases the value.
 
 **Invariant.** A value is not released while a reference to it exists or is in transit. It is released once there is
 none and the network is quiet.
@@ -17,31 +17,31 @@ long as it covers another:
 1. The owner registers a fork when it puts it into a message, before the message is sent. Such a fork is confirmed
    from the start.
 2. A user that passes a reference on covers the new fork, its *pending child*: it does not delete its own fork before
-   the child sends CHILD_ACCEPT, even if its object is collected. The child does so once the owner has registered it,
-   that is, has answered its FORK_REQUEST. If the child is the owner itself, it does so at once.
+   the child sends CHILD_ACCEPT, even if its object is collected. The child sends it once the owner has registered the
+   child, that is, has answered its FORK_REQUEST. If the child is the owner itself, it sends CHILD_ACCEPT at once.
 3. A user deletes its fork (USER_DELETE) when its objects are gone, it covers no other, and it is confirmed. So the
-   delete cannot overtake the request that it undoes: that has been answered.
+   delete cannot overtake the request that it undoes, which has been answered by then.
 4. ``remote`` creates the ids of the value and of its first fork on the caller. They travel with the call, and its
    answer is the confirmation. The caller may pass the reference on before the call has arrived: the owner then
    registers forks of a value that is *expected*.
 
-Every message may arrive twice and late. FORK_REQUEST and the call of ``remote`` must not register a fork that is
-deleted already, so ids of deleted forks are remembered. So are ids of released values: otherwise a late message
+Every message may arrive twice and late. FORK_REQUEST and the call of ``remote`` must not register a fork that has
+already been deleted, so ids of deleted forks are remembered. So are ids of released values: otherwise a late message
 would make the owner expect them forever.
 If a connection ends, its last messages may or may not have arrived. The sender asks (``on_inquiry``): what has not
 arrived by then is never accepted, and counts as not sent (``unsent``).
 If a confirmation is given up (``failed``), the fork may or may not be registered. The reference is dead to its holder,
-but it still covers its children, keeps its parent until these are accepted, and is deleted like any other. Its delete
+but it still covers its children, keeps its parent alive until these are accepted, and is deleted like any other. Its delete
 may then arrive before its request; the remembered id handles that, too.
 
 **Limits of the guarantee.** A dead worker covers nothing, and its forks are reclaimed. A reference that it passed on
-may then be refused if the owner has not registered it yet: it is dead, with the reason, and no call on it waits
-forever. A worker that was declared lost stays lost. Another process may then come under its id (``peer_came``), but
-must not use its ids of values and references again (``first``). Only so many ids are remembered: a duplicate that
-arrives after more deletions than that leaves a fork registered until its worker ends.
+may then be refused if the owner has not registered it yet: the reference is dead, with the reason, and no call on it
+waits forever. A worker that was declared lost stays lost. Another process may later join under its id (``peer_came``),
+but must not reuse its ids of values and references (``first``). The number of remembered ids is limited: a duplicate
+that arrives after more deletions than that leaves a fork registered until its worker ends.
 
-Nothing here locks. An object may be collected anywhere, even inside these methods: its finalizer only notes the fork
-(``deque.append``), and the shell calls ``dropped`` later.
+Nothing here takes a lock. An object may be collected anywhere, even inside these methods, so its finalizer only records
+the fork (``deque.append``), and the shell calls ``dropped`` later.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _User:
     holds: int = 1
     confirmed: bool = False
     dead: str = ""
-    lost: bool = False  # its owner
+    lost: bool = False  # whether its owner is lost
     children: set[ForkId] = field(default_factory=set)
 
     @property
@@ -128,7 +128,7 @@ class _Recent(Generic[_Id]):
 class References:
     """All references of one process: to its own values, and to those of others.
 
-    The caller of a method executes the commands it returns, in their order. Methods named ``on_…`` take messages of
+    The caller of a method executes the commands it returns, in order. Methods named ``on_…`` take messages from
     other workers and are idempotent.
 
     Args:
@@ -172,7 +172,7 @@ class References:
     def fork_owned(self, rref_id: RRefId, to: int, type_text: str = "") -> Fork:
         """A reference to a value of this process, for a message to ``to``. It is registered at once.
 
-        If the message is not sent: ``unsent``.
+        If the message is not sent, call ``unsent``.
         """
         owned = self._owned.get(rref_id)
         if owned is None:
@@ -185,7 +185,7 @@ class References:
     def fork_user(self, fork_id: ForkId, to: int, type_text: str = "") -> Fork:
         """A copy of a user reference, for a message to ``to``. The original is kept until the copy is accepted.
 
-        If the message is not sent: ``unsent``.
+        If the message is not sent, call ``unsent``.
 
         Raises:
             RpcError: the reference is dead, or was deleted at shutdown.
@@ -203,7 +203,7 @@ class References:
         return fork
 
     def unsent(self, fork: Fork) -> list[Command]:
-        """The message with this fork was certainly not sent."""
+        """The message with this fork was definitely not sent."""
         if fork.owner == self.me:
             return self._delete_fork(fork.rref_id, fork.fork_id)
         return self.on_child_accept(fork.fork_id)
@@ -230,7 +230,7 @@ class References:
     def _receive_own(self, fork: Fork) -> Received:
         owned = self._find(fork.rref_id)
         if isinstance(owned, _Owned):
-            owned.holds += 1  # first: the next lines release what has kept the value so far
+            owned.holds += 1  # before the next lines release what has kept the value so far
         gone = "" if isinstance(owned, _Owned) else owned
         if fork.parent == self.me:
             return Received(None, self._delete_fork(fork.rref_id, fork.fork_id), gone)
@@ -247,7 +247,7 @@ class References:
         return self._settle_user(fork_id)
 
     def owner_local_held(self, rref_id: RRefId) -> bool:
-        """Hold a value of this process once more, even if it is only expected. False: it is or will never be there."""
+        """Hold a value of this process once more, even if it is only expected. False: it is gone, or will never exist."""
         owned = self._find(rref_id)
         if not isinstance(owned, _Owned):
             return False
@@ -371,7 +371,7 @@ class References:
         return commands
 
     def peer_came(self, worker: int) -> None:
-        """A worker has come, perhaps under the id of a lost one."""
+        """A worker has joined, perhaps under the id of a lost one."""
         self._lost.pop(worker, None)
 
     def delete_all(self) -> list[Command]:
@@ -393,7 +393,7 @@ class References:
         return user is not None and user.confirmed
 
     def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
-        """Those of these forks, sent by this worker, that keep something alive here."""
+        """Of these forks, which this worker sent, the ones that still keep something alive here."""
         return [
             each
             for each in forks
@@ -426,7 +426,7 @@ class References:
         return "it was deleted" if user is None else user.dead
 
     def pending_confirmations(self, fork_ids: Iterable[ForkId]) -> set[ForkId]:
-        """Those for which a function that received them must wait: Confirmed or Lost follows for each."""
+        """The ones that a function must wait for if it received these: Confirmed or Lost follows for each."""
         return {each for each in fork_ids if each in self._users and self._users[each].pending}
 
     def leaks(self, name_of: Callable[[int], str] = "worker {}".format) -> list[str]:
@@ -489,7 +489,7 @@ class References:
         return ""
 
     def _find(self, rref_id: RRefId) -> _Owned | str:
-        """A value of this process, which is expected from now on if it does not exist; or why it never will."""
+        """A value of this process, expected from now on if it does not exist yet; or the reason why it never will."""
         owned = self._owned.get(rref_id)
         if owned is not None:
             return owned.orphaned or owned
@@ -514,13 +514,13 @@ class References:
             return []
         del self._owned[rref_id]
         # A value that is only expected may still be created by a call that has not arrived. Ids of values created
-        # here need not be remembered: if they are not in the table, they are released.
+        # here need not be remembered: if they are not in the table, they were released.
         if owned.made and rref_id.created_on != self.me:
             self._released.add(rref_id)
         return [Release(rref_id)]
 
     def _settle_user(self, fork_id: ForkId) -> list[Command]:
-        """Send CHILD_ACCEPT and delete the reference, if they are due."""
+        """Send CHILD_ACCEPT and delete the reference, each if it is due."""
         user = self._users[fork_id]
         commands: list[Command] = []
         # A failed reference may not be registered: its children then depend on its own parent.

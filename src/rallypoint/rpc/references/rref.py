@@ -47,7 +47,7 @@ _TIMED_OUT = "RRef creation via rpc.remote() timed out, and it is possible that 
 
 
 class Holder(Calls, Peers, Protocol):
-    """The worker that holds a reference, as the reference uses it."""
+    """The worker that holds a reference, as the reference sees it."""
 
     me: WorkerInfo
     rrefs: RRefTable
@@ -94,7 +94,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _of_own(cls, agent: Holder, rref_id: RRefId) -> RRef[Any]:
-        """A reference to a value of this worker, which is held once for it."""
+        """A reference to a value of this worker. It takes over one hold on the value."""
         made: RRef[Any] = cls.__new__(cls)
         made._own(agent, rref_id)
         made._type_future = None
@@ -110,7 +110,7 @@ class RRef(Generic[T]):
         owner: WorkerInfo,
         creation: Future[Any] | None = None,
     ) -> RRef[Any]:
-        """A user reference, which is held once for this object."""
+        """A user reference. The object takes over one hold on it."""
         made: RRef[Any] = cls.__new__(cls)
         made._made_by = agent
         made._rref_id = rref_id
@@ -135,7 +135,7 @@ class RRef(Generic[T]):
                 f"{self} cannot be used in a process forked from worker {self._made_by.me.name!r}: use it in that worker"
             )
 
-    # -- who ----------------------------------------------------------------------------------------
+    # -- the owner ----------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
         """The worker that has the value.
@@ -246,7 +246,7 @@ class RRef(Generic[T]):
         return RpcError(reason)
 
     def _was_lost(self, fork_id: ForkId) -> bool:
-        """Whether the owner was lost, or creating the value failed with PeerLost, which may be known before that is."""
+        """Whether the owner was lost, or creating the value failed with PeerLost, which may be known earlier."""
         if self._agent.rrefs.is_lost(fork_id):
             return True  # though another worker may have its id now
         if self._creation is not None and self._creation.done():
@@ -259,7 +259,7 @@ class RRef(Generic[T]):
         return False
 
     def _get_future(self) -> Future[Any]:
-        """Completed when the owner has created the value, or could not be asked to."""
+        """A future that is done when the owner has created the value, or could not be asked to."""
         self._check_process()
         if self._creation is None:
             self._creation = Future()
@@ -490,14 +490,14 @@ def remote(
     """Run a function on a worker and keep the result there. Does not wait for it.
 
     Args:
-        to: name, rank or info of the worker; this one is allowed.
+        to: name, rank or info of the worker, which may be this one.
         func: a function that both workers can import under the same module and name.
         args, kwargs: its arguments. Tensors must be on the CPU, or on a device of a device map.
         timeout: seconds until the function must have returned; as for :func:`rpc_sync`.
 
     Returns:
         A reference to the result. The worker keeps the value as long as any worker has a reference. If the function
-        raised, using the value raises the same.
+        raised, using the value raises the same error.
 
     Raises:
         RpcError: there is no such worker, or this process is not in a group.

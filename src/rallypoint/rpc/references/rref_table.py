@@ -89,7 +89,7 @@ class RRefTable:
         self._lock = threading.RLock()
         self._core = References(me, first=first)
         self._values: dict[RRefId, Future[Any]] = {}
-        # What waits for a user reference to be confirmed.
+        # Callbacks that wait for a user reference to be confirmed.
         self._waiting: dict[ForkId, list[Callable[[str], None]]] = {}
         # Finalizers, which may run anywhere, only append to it.
         self._dropped: deque[ForkId | RRefId] = deque()
@@ -172,7 +172,7 @@ class RRefTable:
             self._carry_out(commands)
 
     def unsettled(self, forks: Iterable[Fork]) -> list[Fork]:
-        """Those of these forks, sent by this worker, that keep something alive here."""
+        """Of these forks, which this worker sent, the ones that still keep something alive here."""
         with self._lock:
             return self._core.unsettled(forks)
 
@@ -337,13 +337,13 @@ class RRefTable:
         request.answer(None)
 
     def _fetch(self, request: Answerable, rref_id: RRefId) -> None:
-        # Held until the request is answered or cancelled: otherwise a value that never arrives would be expected
-        # forever.
+        # Hold the value until the request is answered or cancelled: otherwise a value that never arrives would be
+        # expected forever.
         with self._lock:
             reason = self._core.why_absent(rref_id)
             if not reason:
                 self._core.owner_local_held(rref_id)
-                # Under the lock: if the request is cancelled already, it is released below and must not be created anew.
+                # Under the lock: if the request is already cancelled, the value is released below and must not be recreated.
                 future = self.value(rref_id)
         if reason:
             request.fail(RpcError(reason), printed=False)
@@ -407,7 +407,7 @@ class RRefTable:
             self._core.peer_came(worker)
 
     def delete_all(self, timeout: float) -> bool:
-        """Delete all user references and wait until their owners know; False if that took too long."""
+        """Delete all user references and wait until their owners know; False if that takes too long."""
         self.settle()
         with self._lock:
             self._deleted = True

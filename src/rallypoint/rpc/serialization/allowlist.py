@@ -40,7 +40,7 @@ from .tensor_reader import rebuild_weights
 from .unsafe_methods import is_unsafe_method, is_unsafe_operator, makes_from_memory, name_of
 
 
-# The most nested partials.
+# How deep partials may be nested.
 _DEEPEST = 16
 
 
@@ -155,7 +155,7 @@ class AllowList:
         if is_called or is_rebuilt:
             found = _look_up(importlib.import_module(module), name, full)
         elif self._exported and module in sys.modules:
-            # Exported functions are loaded already: never import a module because a message names it.
+            # Exported functions are already loaded: never import a module because a message names it.
             found = _look_up(sys.modules[module], name, full)
         else:
             raise self._not_listed(full, module)
@@ -171,7 +171,7 @@ class AllowList:
         return found, self._given(full, found, is_rebuilt=is_rebuilt)
 
     def _given(self, full: str, found: Any, *, is_rebuilt: bool) -> Any:
-        """What the message gets for it."""
+        """What the message gets for the name."""
         if self._may_call(found):
             return found
         if isinstance(found, type):
@@ -263,7 +263,7 @@ class AllowList:
         if _is_in(self._rebuilt_as, func):
             return True
         if self._is_split:
-            # Otherwise a listed module's functions could be called here, in spite of the list of calls.
+            # Otherwise a listed module's functions could be called here, despite the list of calls.
             return f"{func.__module__}.{func.__qualname__}" in self._rebuilt
         return self._rebuilt.has(func)
 

@@ -13,7 +13,7 @@ from rallypoint.wire.shm import SMALLEST
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a NumPy array, not of a subclass."""
+    """Whether this is a NumPy array, not an instance of a subclass."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and type(value) is numpy.ndarray
 
@@ -21,8 +21,8 @@ def is_array(value: Any) -> bool:
 def memory_of_array(array: Any) -> int:
     """The address of a large array's memory, if that arrived with a message and nothing else refers to it; else 0.
 
-    Call it as ``memory_of_array(variable)``: like :func:`.sole_reference.memory_of_one`, it expects one variable of
-    the caller to refer to the array.
+    Call it as ``memory_of_array(variable)``: like :func:`.sole_reference.memory_of_one`, it expects exactly one variable
+    of the caller to refer to the array.
     """
     if array.nbytes < SMALLEST or not array.flags.c_contiguous or not array.flags.writeable:
         return 0
@@ -33,8 +33,8 @@ def memory_of_array(array: Any) -> int:
 def _references(array: Any) -> tuple[int, ...]:
     """Reference counts of all objects from an array to its memory; empty if there are any unexpected ones.
 
-    Expected are: the array, the array that it is a view of, that one's memoryview, the view's managed buffer, and the
-    memory.
+    The expected ones are the array, the array that it is a view of, the latter's memoryview, that view's managed buffer,
+    and the memory.
     """
     inner = array.base
     if not is_array(inner):

@@ -6,16 +6,16 @@
 
 1. The sender copies the tensor's elements into a block of its own on the same GPU, on the current stream of the sending
    thread. The user's memory is never shared. So the user may overwrite it as soon as the call returns, and torch's IPC,
-   which wraps a storage once more each time it is shared, leaves no trace on a weight that is sent a million times.
-2. The block is shared as ``torch.multiprocessing`` does (``_share_cuda_``): a handle, an event after the copy, and a
-   counter in shared memory, which is 1. The sender drops the block at once; torch keeps it until the counter is 0.
+   which wraps a storage again each time it is shared, leaves no trace on a weight that is sent a million times.
+2. The block is shared as in ``torch.multiprocessing`` (``_share_cuda_``): a handle, an event after the copy, and a counter
+   in shared memory, initially 1. The sender drops the block at once; torch keeps it until the counter is 0.
 3. While it unpickles the message, the receiver maps the block after the event, copies it to the target device, waits for
    the copy, and releases the mapping, which decrements the counter. So the called function, on whatever stream, finds
    its tensor complete and in memory of its own.
 4. The sender frees the block when it shares the next one, in ``torch.cuda.ipc_collect()``, or when its GPU's memory
    runs out.
 
-Each counter must be decremented exactly once. Without that, the block stays until the sender ends; a second decrement
+Each counter must be decremented exactly once. Without a decrement, the block stays until the sender exits; a second one
 corrupts the counter. So messages with such blocks are unpickled even if they are no longer wanted (FLAG_REFS). If
 unpickling fails midway, the remaining blocks are released (:func:`salvage`). If a pickled message is not sent, the sender
 releases its blocks (:meth:`Parcel.take_back`). If a connection or a process is lost, the GPU memory of messages in
@@ -163,9 +163,9 @@ class Block(NamedTuple):
 
     Args:
         gpu: its UUID.
-        handle: of the allocation that contains the block.
+        handle: the handle of the allocation that contains the block.
         size: bytes.
-        offset: of the block in that allocation, in bytes.
+        offset: the block's offset in that allocation, in bytes.
         counter: the name of the shared memory with the counter.
         counter_offset: the counter's place there.
         event: recorded after the writes; empty without ``waits``.
@@ -310,7 +310,7 @@ _numbers = itertools.count(1)
 
 # -- the receiver -----------------------------------------------------------------------------------
 
-# Counters of the latest messages that were decremented here.
+# The counters that were decremented here last.
 _counted: deque[tuple[bytes, int]] = deque(maxlen=1 << 14)
 
 
@@ -329,7 +329,7 @@ def arrive_shared(target: str, *block: Any) -> Tensor:
     """A copy of a block's bytes on ``target``.
 
     Raises:
-        RpcError: the block cannot be mapped here; says what to do.
+        RpcError: the block cannot be mapped here; the error says what to do.
     """
     wanted = Block(*block)
     _check_block(wanted)

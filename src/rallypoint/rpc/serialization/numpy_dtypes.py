@@ -1,7 +1,7 @@
 """NumPy's dtypes in a peer's message: made by NumPy's public constructor, whatever the message says.
 
-``numpy.dtype.__setstate__`` believes its argument: flags that say that there are no objects where there are, fields that lie over
-one another. An array of such a dtype takes bytes for pointers. The constructor computes the flags itself, and refuses the rest.
+``numpy.dtype.__setstate__`` trusts its argument, even if flags deny that there are objects, or if fields overlap. An array
+of such a dtype takes bytes for pointers. The constructor computes the flags itself, and refuses the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 _UNITS = frozenset(b"Y M W D h m s ms us ns ps fs as".split())
-_ALIGNED = 0x80  # of a dtype's flags: its fields are aligned as those of a C struct
+_ALIGNED = 0x80  # one of a dtype's flags: its fields are aligned like those of a C struct
 _ERRORS = (
     *(ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError),
     *(RuntimeError, MemoryError, RecursionError, SyntaxError),
@@ -30,15 +30,15 @@ def is_dtype(given: object) -> bool:
 
 
 def rebuilt(made: Any, state: Any) -> Any:
-    """The dtype that a pickle means by ``made.__setstate__(state)``; ``made`` stays as it is.
+    """The dtype that a pickle means by ``made.__setstate__(state)``. ``made`` is not changed.
 
     Args:
-        made: of the same name, without byte order, fields and unit.
-        state: version, byte order, (base, shape), names, fields, item size, alignment, flags; and, of version 4, metadata, with the
-            unit of times.
+        made: a dtype of the same name, without byte order, fields and unit.
+        state: version, byte order, (base, shape), names, fields, item size, alignment and flags; in version 4 also the
+            metadata, with the unit of times.
 
     Raises:
-        BadDtype: the constructor does not make such a one, or another one.
+        BadDtype: the constructor refuses this dtype, or makes a different one.
     """
     import numpy as np
 

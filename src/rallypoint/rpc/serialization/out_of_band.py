@@ -4,7 +4,7 @@ There are two kinds:
 
 - *Out of band:* objects that offer their memory to the pickler (``pickle.PickleBuffer``: NumPy arrays, pandas frames).
   The pickle only says that the next such buffer belongs there.
-- *Cut out:* data that the pickler writes in one piece (``bytes``, ``bytearray``, long strings, also inside other
+- *Cut out:* data that the pickler writes in one piece (``bytes``, ``bytearray``, long strings, even inside other
   objects). The pickler passes pieces of 64 KiB or more to its file without a copy.
 
 A message with either begins with a table, followed by the pickle without the pieces that were cut out::
@@ -70,7 +70,7 @@ def load(
     buffers: Sequence[Any],
     unpickler: Callable[..., Any] = pickle.Unpickler,
 ) -> Any:
-    """Unpickle a payload of :func:`assemble`.
+    """Unpickle a payload from :func:`assemble`.
 
     Args:
         unpickler: called with a file and the out-of-band ``buffers``.
@@ -164,7 +164,7 @@ class _Spliced:
 
 
 def reduce_view(view: memoryview) -> tuple[Any, ...]:
-    """Reduce a memoryview. It arrives as one, with its shape, and read-only if it was.
+    """Reduce a memoryview. It arrives as a memoryview, with its shape, and read-only if it was.
 
     Raises:
         TypeError: only its exporter can read its format.

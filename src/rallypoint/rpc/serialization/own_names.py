@@ -78,7 +78,7 @@ _HARMLESS = frozenset(f"builtins.{name}" for name in ("bytearray", "complex", "r
     "numpy.dtype",
     "numpy.ndarray",
 }
-# So that exceptions keep their types. Creating one has no effect, and those that would end a program become RemoteError.
+# Exceptions, so that they keep their types. Creating one has no effect; those that would end a program become RemoteError.
 _ERRORS = frozenset(
     {
         f"builtins.{name}"

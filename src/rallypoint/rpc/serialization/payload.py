@@ -38,7 +38,7 @@ from .tensor_reader import TensorReader, read_with, unpack
 from .tensor_writer import Devices, TensorWriter, pack, refuse_stand_in
 
 
-# How our picklers reduce objects of a type: (pickler, object) -> as __reduce__.
+# How our picklers reduce objects of a type: (pickler, object) -> what __reduce__ would return.
 Reducer = Callable[["Writer", Any], Any]
 _REDUCERS: dict[type, Reducer] = {}
 
@@ -49,7 +49,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _TEXTS = frozenset({str, bytes})
 _EMPTY_CALLS: dict[Any, bytes] = {}
 _MOST_CACHED = 4096
-# A payload or a single buffer of up to so many bytes is always within the limits, and not checked.
+# A payload or a single buffer of up to this many bytes is always within the limits, and not checked.
 _CHECKED = 1 << 16
 
 
@@ -74,7 +74,7 @@ class Writer(pickle.Pickler):
         tensors: its buffers.
         forks: its remote references.
         recorder: reduces the tensors that require a gradient, within a context of distributed autograd.
-        in_modules: with a recorder, by ``id``, the parameters of modules that were reached.
+        in_modules: with a recorder, the parameters of the modules reached so far, by ``id``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Writer(pickle.Pickler):
 
 
 def _look_at(writer: Writer, obj: Any) -> None:
-    """Before an object without a reducer is pickled."""
+    """Look at an object without a reducer before it is pickled."""
     if isinstance(obj, torch.Tensor):
         refuse_stand_in(obj)
     elif writer.recorder is not None and isinstance(obj, torch.nn.Module):
@@ -191,7 +191,7 @@ class _Pieces(list[Any]):
 
 
 class _PiecesInTime(_Pieces):
-    """The same with a time limit."""
+    """As :class:`_Pieces`, with a time limit."""
 
     __slots__ = ("_until",)
 
@@ -254,7 +254,7 @@ _on_unsent: Callable[[list[Any]], None] = lambda _: None  # noqa: E731
 
 
 def when_unsent(act: Callable[[list[Any]], None]) -> None:
-    """Set the function that takes the remote references of a message that is not sent."""
+    """Set the function that takes back the remote references of a message that is not sent."""
     global _on_unsent  # noqa: PLW0603  # set once, by the module that knows such references
     _on_unsent = act
 
@@ -288,8 +288,8 @@ def packed_call(
     """Payload and buffers of a call whose arguments are plain values or ordinary tensors (``FLAG_PACKED``); else None.
 
     Args:
-        recorder: notes the tensors that require a gradient.
-        context_id: of the call, with a recorder.
+        recorder: records the tensors that require a gradient.
+        context_id: the call's context, with a recorder.
 
     Raises:
         MessageTooLarge: it is larger than a peer accepts.
@@ -302,7 +302,7 @@ def packed_call(
     if packed is None:
         return None
     if recorder is not None:
-        # Only now, when it is certain that they are sent.
+        # Only now is it certain that they are sent.
         for at, each in enumerate(args):
             if type(each) is _TENSOR and each.requires_grad:
                 packed[at] = packed[at][:3] + recorder.record(each)
@@ -315,7 +315,7 @@ def packed_call(
 def packed_result(
     result: Any, recorder: Records | None = None
 ) -> tuple[bytes, TensorWriter | None] | None:
-    """The same for a function's result: a tensor, or a tuple of tensors and plain values."""
+    """As :func:`packed_call`, for a function's result: a tensor, or a tuple of tensors and plain values."""
     if type(result) is tuple and recorder is None:
         return _packed_tuple(result)
     if type(result) is not _TENSOR:
@@ -359,7 +359,7 @@ def _pack_all(values: Sequence[Any], large: list[torch.UntypedStorage]) -> list[
             packed.append(each)
         else:
             return None
-    # Those that share memory must do so at the receiver.
+    # Tensors that share memory must also share it at the receiver.
     return packed if len(places) < 2 or len(set(places)) == len(places) else None
 
 
@@ -394,7 +394,7 @@ _receive: Callable[[int, int, torch.Tensor, int], torch.Tensor]
 
 
 def receive_with(act: Callable[[int, int, torch.Tensor, int], torch.Tensor]) -> None:
-    """Set the function that connects a recorded tensor that has arrived: context, number, tensor, sender."""
+    """Set the function that connects a recorded tensor on arrival. It takes context, number, tensor and sender."""
     global _receive  # noqa: PLW0603  # set once, by the module that knows contexts
     _receive = act
 
@@ -497,7 +497,7 @@ def loads_call(payload: Payload, sender: int) -> Any:
 
 
 def checked(allowed: AllowList) -> Callable[[bytes], Any]:
-    """A function that unpickles nested payloads under the list."""
+    """A function that unpickles nested payloads under the allow-list."""
     return lambda payload: loads(payload, allowed=allowed)
 
 
@@ -505,7 +505,7 @@ check_with(lambda: _current.allowed)
 
 
 def current_forks() -> list[Any] | None:
-    """Collects the remote references of the message that this thread is unpickling."""
+    """The list that collects the remote references of the message that this thread is unpickling."""
     return _current.forks
 
 
@@ -609,7 +609,7 @@ def _reduce_view(_: Writer, view: memoryview) -> Any:
 register_reducer(memoryview, _reduce_view)
 register_reducer(type(torch.add), _reduce_builtin)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
-# What torch.jit.script and torch.jit.load return, and what torch.jit.trace does.
+# The types that torch.jit.script and torch.jit.load return, and the one that torch.jit.trace returns.
 register_reducer(torch.jit.RecursiveScriptModule, _reduce_script_module)  # type: ignore[attr-defined]
 register_reducer(torch.jit.TopLevelTracedModule, _reduce_script_module)  # type: ignore[attr-defined]
 register_reducer(torch.Tensor, _reduce_tensor)

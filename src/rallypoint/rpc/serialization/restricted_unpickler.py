@@ -31,7 +31,7 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
 
     Args:
         file, buffers: as for ``pickle.Unpickler``.
-        allowed: checks what it names, creates and calls.
+        allowed: checks what the message names, creates and calls.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(PythonUnpickler.dispatch)
@@ -95,7 +95,7 @@ class RestrictedUnpickler(PythonUnpickler):  # type: ignore[misc]  # it has no t
                 setattr(made, name, value)
 
     def _replace(self, made: Any, state: Any) -> None:
-        """A dtype is not filled: another one takes its place, also for later references."""
+        """A dtype is not filled: another one takes its place, including in later references."""
         try:
             found = numpy_dtypes.rebuilt(made, state)
         except numpy_dtypes.BadDtype as error:

@@ -110,12 +110,12 @@ def load_script_function(module: str, name: str) -> Any:
 
 
 def saved_script_module(module: Any) -> bytes:
-    """A TorchScript module as a file. Pickle cannot write one, as its code is not in any module of Python."""
+    """A TorchScript module as a file. Pickle cannot write one, since its code is in no Python module."""
     file = io.BytesIO()
     torch.jit.save(module, file)
     return file.getvalue()
 
 
 def rebuild_script_module(data: bytes) -> Any:
-    """A TorchScript module that has arrived. Not among the names that an allow-list lets pass: it contains code."""
+    """A TorchScript module that has arrived. Not among the names that every allow-list accepts: it contains code."""
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]

@@ -48,10 +48,10 @@ _AS_BYTES = {dtype for dtype in DTYPES if dtype.itemsize == 1 and dtype.is_float
     torch.complex32
 }
 
-# Given to all that makes tensors: otherwise a default device (``with torch.device("meta")``) would move what arrives.
+# Passed wherever tensors are made: otherwise a default device (``with torch.device("meta")``) would move those that arrive.
 _CPU = torch.device("cpu")
 
-# Its bytes or the index of their buffer, dtype, shape, and requires_grad.
+# A tensor's bytes or the index of their buffer, dtype, shape, and requires_grad.
 Packed = tuple[bytearray | int, int, tuple[int, ...], bool]
 
 
@@ -201,7 +201,7 @@ def rebuild_parameter(data: Tensor, grad: bool) -> torch.nn.Parameter:
 
 
 def restore_attributes(parameter: torch.nn.Parameter, attributes: dict[str, Any]) -> None:
-    """Set what the sender's program has set on a parameter. Named in pickles."""
+    """Set the attributes that the sender's program has set on a parameter. Pickles refer to this function by name."""
     if type(parameter) is not torch.nn.Parameter:
         raise TypeError(f"attributes of a parameter came with a {type(parameter).__name__}")
     if _checks() and any(hasattr(torch.nn.Parameter, name) for name in attributes):

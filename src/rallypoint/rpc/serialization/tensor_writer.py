@@ -1,7 +1,7 @@
 """Tensors as buffers beside a pickle, with strides, views and sparse layouts.
 
-The bytes of all but small tensors are not pickled: the pickle holds the index of a buffer, the dtype and the strides, and
-the receiver makes the tensor over the memory in which the buffer arrives. Two tensors in one message that share memory
+Only small tensors are pickled with their bytes. For others, the pickle holds the index of a buffer, the dtype and strides,
+and the receiver makes the tensor over the memory in which the buffer arrives. Two tensors in one message that share memory
 also share it at the receiver, if each uses at least half of it.
 """
 
@@ -44,7 +44,7 @@ from .tensor_reader import (
 )
 
 
-# Tensors of up to so many bytes are pickled: a buffer of their own costs more than copying them.
+# Tensors of up to this many bytes are pickled: a buffer of their own costs more than copying them.
 SMALL = 16 * 1024
 # A view is sent with the gaps between its elements if they are at most half of it; otherwise it is packed.
 _MOST_SPREAD = 2
@@ -62,8 +62,8 @@ class Devices(NamedTuple):
     """How tensors on accelerators are sent to one peer.
 
     Args:
-        target: maps a device here to the peer's, as text; raises if there is none.
-        way: chooses how so many bytes are sent.
+        target: maps a device here to the peer's, as a string; raises if there is none.
+        way: chooses how a given number of bytes is sent.
     """
 
     target: Callable[[torch.device], str]
@@ -162,7 +162,7 @@ class TensorWriter:
         if whole <= _MOST_SPREAD * bytes_shown:
             offset = tensor.storage_offset()
             if whole <= SMALL:
-                # With its whole storage, which other views in the message may share.
+                # Send its whole storage, which other views in the message may share.
                 copy = self._copy(storage, whole)
                 return rebuild_small_view, (copy, code, size, tensor.stride(), offset, grad)
             index = self._add(storage, whole)
@@ -172,13 +172,13 @@ class TensorWriter:
     def reduce_parameter(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
         made = rebuild_parameter, (parameter.data, parameter.requires_grad)
         attributes = vars(parameter)
-        # Apart from what makes it, since they may refer to the parameter.
+        # Separate from what makes the parameter, since the attributes may refer to it.
         return (*made, attributes, None, None, restore_attributes) if attributes else made
 
     def _copy(self, storage: torch.UntypedStorage, whole: int) -> bytearray:
         """A small storage's bytes, for the pickle: one object per storage, so that views share it."""
         at = storage.data_ptr()
-        # Storages over foreign memory, such as arrays', may begin at one address and differ in size.
+        # Storages over foreign memory, such as arrays', may start at the same address but differ in size.
         key = (at, whole)
         small = self._small
         if small is None:

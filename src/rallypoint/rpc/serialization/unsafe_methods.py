@@ -43,7 +43,7 @@ _ARRAY = frozenset(
         "dump",
         "dumps",
         "tofile",
-        # Of memory-mapped files.
+        # Writes memory-mapped files.
         "flush",
         # Reinterpret bytes, free memory that others see, or change flags.
         "getfield",
@@ -85,7 +85,7 @@ def name_of(kind: type) -> str:
 
 
 def is_unsafe_method(kind: type, method: str, named: Callable[[type], str]) -> bool:
-    """Whether a class has this method from one of the classes above.
+    """Whether a class gets this method from one of the classes above.
 
     Args:
         named: returns the name of a class; for private base classes in torch, the name of the public one.

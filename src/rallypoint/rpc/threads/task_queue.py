@@ -59,14 +59,14 @@ class TaskQueue:
         self._poller.wake()
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Run a task after so many seconds."""
+        """Run a task after this many seconds."""
         when = time.monotonic() + seconds
         with self._lock:
             heapq.heappush(self.timers, (when, next(self._numbers), act))
         self._pool.wake_at(when)
 
     def take(self, jobs: deque[Job]) -> None:
-        """Called by the leader when it was woken."""
+        """Called by the leader when it is woken."""
         while self._soon:
             jobs.append(Task(self._soon.popleft()))
 

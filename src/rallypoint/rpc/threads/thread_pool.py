@@ -7,21 +7,21 @@ leader/followers pattern (Schmidt, O'Ryan, Kircher, Pyarali and Buschmann, "Lead
 the *leader*, waits for input and runs each job itself. The pattern promotes a follower before each job. Here the
 leader keeps the lead as long as its jobs are short, so that a short job needs no hand-over at all. If a job turns out
 to be long, a follower becomes the leader, and the thread goes on with its job as a plain worker. No job has to say
-beforehand how long it takes.
+in advance how long it takes.
 
 - A job that is about to wait for another process says so (:meth:`ThreadPool.waiting`) and gives up the lead at once.
 - Any other long job is noticed by the *overseer*, a thread that wakes every :data:`TICK` while there is work.
 - A job that is known to be long hands itself to a follower (:meth:`ThreadPool.submit`).
 
-At most ``limit`` threads run jobs at once, the leader among them; further jobs wait in line, and begin in the order in
-which they came. Threads that wait for other processes do not count, so nested calls cannot exhaust the pool. Answers to
-own calls do not wait in line (:class:`Answer`). There is always a leader.
+At most ``limit`` threads run jobs at once, the leader among them; further jobs wait in line, and start in the order of
+arrival. Threads that wait for other processes do not count, so nested calls cannot exhaust the pool. Answers to the
+worker's own calls do not wait in line (:class:`Answer`). There is always a leader.
 
-A token decides which thread leads. The leader puts it into a dict when it begins a job, under the job's number, and
-pops it when the job is done. The overseer pops it to take the lead away. A dict's pop is atomic: one of them gets it.
-The token also counts the leader's job against the limit. No lock is taken for that: the leader puts it there (as False:
-not to be taken yet) before it looks how many others work, and those count themselves before they look for a token. So
-at least one of the two sees the other.
+A token decides which thread leads. The leader puts it into a dict when it starts a job, under the job's number, and
+pops it when the job is done. The overseer pops it to take the lead away. A dict's pop is atomic: only one of them gets
+it. The token also counts the leader's job against the limit. No lock is taken for that: the leader puts it there (as
+False: not to be taken yet) before it checks how many others are working, and those count themselves before they check
+for a token. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from typing import ClassVar, Protocol
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a job may delay reading: half of the interpreter's switch interval. Less has no effect.
+# Seconds that a job may delay reading: half of the interpreter's switch interval. Smaller values have no effect.
 TICK = 0.0025
-# After so many ticks without work the overseer sleeps until it is woken.
+# After this many ticks without work, the overseer sleeps until it is woken.
 _QUIET_TICKS = 20
-# Threads that are idle for so many seconds end, except for a few.
+# Threads that are idle for this many seconds exit, except for a few.
 _IDLE_SECONDS = 30.0
 _KEPT_IDLE = 2
 _BUG = "a job of the thread pool failed: please report this bug"
@@ -52,16 +52,16 @@ _BUG = "a job of the thread pool failed: please report this bug"
 
 class Job(Protocol):
     def run(self) -> None:
-        """Do it, or hand it over (:meth:`ThreadPool.submit`) if it is known to be long. Must not raise."""
+        """Do the job, or hand it over (:meth:`ThreadPool.submit`) if it is known to be long. Must not raise."""
 
 
 class Answer:
     """A job that completes what others wait for.
 
-    It does not wait in line: all who work here may be waiting for it, in code that cannot say so (torch.futures.wait_all).
+    It does not wait in line: all threads at work may be waiting for it, in code that cannot say so (torch.futures.wait_all).
 
     Attributes:
-        may_wait: whether it may wait itself. Only ``limit`` of these run beside the jobs that the limit is for.
+        may_wait: whether it may itself wait. At most ``limit`` of these run in addition to the jobs that the limit is for.
     """
 
     __slots__ = ()
@@ -117,7 +117,7 @@ _mine = _Mine()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Around waiting for another process, on any thread: the pool serves others meanwhile."""
+    """A block around waiting for another process, on any thread: the pool serves others meanwhile."""
     pool = _mine.pool
     return nullcontext() if pool is None else pool.waiting()
 
@@ -218,7 +218,7 @@ class ThreadPool:
         """After :meth:`begin_to_wait`."""
         _mine.waits = 0
         with self._lock:
-            # Perhaps beyond the limit: a job that has begun goes on.
+            # Perhaps beyond the limit: a job that has started goes on.
             self._working += 1
 
     def submit(self, job: Job) -> None:
@@ -228,7 +228,7 @@ class ThreadPool:
             self._employ()
 
     def lead(self, add: Callable[[deque[Job]], None]) -> None:
-        """Have the leader do the jobs that ``add`` appends."""
+        """Have the leader run the jobs that ``add`` appends."""
         add(self._jobs)
         self._source.wake()
 
@@ -259,7 +259,7 @@ class ThreadPool:
         return len(self._parked), len(self._line)
 
     def close(self, timeout: float) -> bool:
-        """End all threads that are not in the middle of a job; True if none is left."""
+        """Stop all threads that are not running a job; True if none is left."""
         with self._lock:
             self._closed = True
             parked = list(self._parked)
@@ -281,14 +281,14 @@ class ThreadPool:
         """The jobs that were not run, after :meth:`close`."""
         left: list[Job] = []
         for each in (self._jobs, self._line):
-            # A thread that is in the middle of a job still takes some.
+            # A thread that is still running a job may take some.
             with contextlib.suppress(IndexError):
                 while True:
                     left.append(each.popleft())
         return left
 
     def abandon(self) -> None:
-        """In a forked child, which has at most one of the threads: the one that forked in a job."""
+        """In a forked child, which has at most one of the threads: the one that forked while it ran a job."""
         self._is_inherited = True
         self._lock = threading.Lock()
         self._call = threading.Event()
@@ -313,7 +313,7 @@ class ThreadPool:
         thread.start()
 
     def _employ(self) -> None:
-        """Wake or start a thread if there is a job that may begin, or no leader. Under the lock."""
+        """Wake or start a thread if there is a job that may start, or no leader. Under the lock."""
         if self._closed:
             return
         free = max(0, self._limit - self._working - len(self._token))
@@ -372,7 +372,7 @@ class ThreadPool:
                 self._threads.discard(threading.current_thread())
 
     def _takes_part(self) -> bool:
-        """Count the calling thread as working, unless as many as may are at work. Under the lock."""
+        """Count the calling thread as working, unless the limit is reached. Under the lock."""
         self._working += 1
         # In this order: see the theory of operation.
         if self._working + len(self._token) <= self._limit:
@@ -404,7 +404,7 @@ class ThreadPool:
                     break
                 self._serial = serial = self._serial + 1
                 token[serial] = False
-                # Those in line come first, unless there is a thread for each of them.
+                # Jobs in line come first, unless there is a thread for each of them.
                 if self._working + len(line) >= self._limit:
                     beside = self._beside(job)
                     if beside is None:
@@ -422,10 +422,10 @@ class ThreadPool:
                 except BaseException:
                     # Must not end the thread: it has the lead.
                     logger.exception(_BUG)
-                # Release what it holds now, not when the next job comes.
+                # Release what it holds now, not when the next job arrives.
                 del job
                 if not token.pop(serial, False):
-                    # Another thread has taken the lead meanwhile.
+                    # Another thread has taken the lead in the meantime.
                     source.flush()
                     with self._lock:
                         self._working -= 1
@@ -441,7 +441,7 @@ class ThreadPool:
             self._leader = None
 
     def _beside(self, job: Job) -> Job | None:
-        """What the leader does now, although as many as may are at work; None if the job has to wait in line."""
+        """What the leader runs now, although the limit is reached; None if the job has to wait in line."""
         if not isinstance(job, Answer):
             return None
         if not job.may_wait:
@@ -449,13 +449,13 @@ class ThreadPool:
         return _Counted(self._answering, job) if len(self._answering) < self._limit else None
 
     def _step_down(self) -> bool:
-        """Give up the lead, if the calling thread has it, in the middle of a job."""
+        """Give up the lead during a job, if the calling thread has it."""
         if self._leader != threading.get_ident():
             return False
         return self._depose(self._serial)
 
     def _depose(self, serial: int) -> bool:
-        """Take the lead from a leader that is in the middle of this job. False if it has just finished it."""
+        """Take the lead from a leader that is running this job. False if it has just finished it."""
         with self._lock:
             if not (self._token.get(serial) and self._token.pop(serial, False)):
                 return False
@@ -485,7 +485,7 @@ class ThreadPool:
                 left = None if wake_at is None else wake_at - now
                 if quiet >= _QUIET_TICKS and not self._token:
                     self._overseer_sleeps = True
-                    # attend() sees from here on that it sleeps.
+                    # From here on, attend() sees that the overseer sleeps.
                     self._tick()
                     if self._serial == seen and not self._token:
                         self._call.wait(left)
@@ -510,9 +510,9 @@ class ThreadPool:
 
 
 def _end_child() -> None:
-    """End a child that was forked in a job and has returned from it.
+    """Exit from a child that was forked in a job and has returned from it.
 
-    Python would end it anyway, but with torch loaded it aborts while it does.
+    Python would exit anyway, but with torch loaded it aborts on the way out.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
