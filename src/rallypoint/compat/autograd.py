@@ -1,7 +1,7 @@
-"""Puts Rallypoint's distributed autograd and optimizer in the place of torch's, and restores those afterwards.
+"""Replaces torch's distributed autograd and optimizer with Rallypoint's, and restores torch's afterwards.
 
-torch's contexts record calls of torch's own agent only. With ours they would stay empty, and gradients would silently be
-wrong.
+torch's contexts record only calls of torch's own agent. With our agent they would stay empty, and gradients would silently
+be wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StandIn:
     def begin(self) -> None:
         native = torch_private.native_autograd()
         if native is None:
-            # This torch was built without it.
+            # This torch was built without distributed autograd.
             return
         module: Any = torch.distributed.autograd
         ours = {"backward": _backward, "get_gradients": autograd.get_gradients, **FUNCTIONS}
@@ -76,7 +76,7 @@ class StandIn:
         setattr(owner, name, replacement)
 
 
-# The methods of torch's classes. Each object holds ours.
+# Methods for torch's classes. Each of torch's objects holds one of ours.
 
 
 def _enter(self: Any) -> int:
@@ -100,7 +100,7 @@ def _step(self: Any, context_id: int) -> None:
 
 
 def _averaging(kind: Any) -> Callable[..., None]:
-    """DDP's ``__init__``, whose modules also average in contexts."""
+    """DDP's ``__init__``, but for modules that also average gradients in contexts."""
     initialize = kind.__init__
 
     @functools.wraps(initialize)
@@ -117,7 +117,7 @@ def _backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fal
     except (RuntimeError, TypeError):
         raise
     except Exception as error:
-        # As torch's engine raises what a node has raised, on whichever worker.
+        # Raise it as torch's engine does for what a node raised, on whichever worker.
         rank = required_agent().info(getattr(error.__cause__, "worker", None)).id
         raise RuntimeError(f"Error on Node {rank}: {error}") from error
 

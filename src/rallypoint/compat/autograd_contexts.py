@@ -1,4 +1,4 @@
-"""Our contexts of distributed autograd as torch shows its own: for programs and tests that look into a context."""
+"""Shows our distributed-autograd contexts as torch shows its own, for programs and tests that look into a context."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class ContextView:
         return self._context.peers
 
     def _send_functions(self) -> dict[int, Node]:
-        """By message, a node above all tensors that were sent in it."""
+        """For each message, a node above all tensors that were sent in it."""
         messages: dict[int, list[SentTensor]] = {}
         for number, each in self._context.sent().items():
             messages.setdefault(message_of(number), []).append(each)
         return {number: _Send(sent) for number, sent in messages.items()}
 
     def _recv_functions(self) -> dict[tuple[int, int], Node]:
-        """By sender and message, the node of all tensors that were received in it."""
+        """For each sender and message, the node of all tensors that were received in it."""
         found: dict[tuple[int, int], Node] = {}
         for each in self._context.received:
             found.setdefault(_message(each), Node(each))
@@ -53,7 +53,7 @@ class ContextView:
 
 
 class Node:
-    """A node of torch's autograd, and what follows it. All tensors that were received in one message have one node."""
+    """A node of torch's autograd, and what follows it. All tensors that were received in one message share one node."""
 
     def __init__(self, node: Any) -> None:
         self.node = node
@@ -98,7 +98,7 @@ class _Send(Node):
             node: Any = each.edge.node
             at = each.edge.output_nr
             if each.is_leaf:
-                # torch needs no node that stands for a leaf.
+                # Unlike us, torch has no node that stands for a leaf.
                 node, at = node.next_functions[0]
             below.append((Node(node), at))
         return tuple(below)
@@ -141,7 +141,7 @@ def _release_context(context_id: int) -> None:
 def _current_context() -> ContextView:
     context = CURRENT.get()
     if context is None:
-        # torch's words.
+        # torch's own message.
         raise RpcError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: `with"
             " torch.distributed.autograd.context() as context_id` to generate a valid context"
@@ -166,7 +166,7 @@ def _debug_info() -> dict[str, str]:
     return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(contexts)}
 
 
-# By torch's name.
+# Our functions, by torch's names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     torch_private.NEW_CONTEXT: _new_context,
     torch_private.RELEASE_CONTEXT: _release_context,

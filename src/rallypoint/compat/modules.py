@@ -44,7 +44,7 @@ from .window import Window
 _NAME = "torch.distributed.rpc"
 _TESTING = f"{_NAME}.{torch_private.TESTING}"
 _PROFILER = f"{_NAME}.{torch_private.PROFILER}"
-# torch has the calls, their state, and what they are made of in one module.
+# The modules whose contents torch has in one: the calls, their state, and their building blocks.
 _API_HOMES = (
     calling,
     workers,
@@ -65,14 +65,14 @@ _SUBMODULES: dict[str, ModuleType] = {
     "options": options,
     "rref_proxy": rref_proxy,
 }
-# torch's names of the backends that ours replace.
+# torch's names of the backends that ours replace, and our names.
 _BACKENDS = {"TENSORPIPE": "RALLYPOINT", "FAULTY_TENSORPIPE": "RALLYPOINT_FAULTY"}
-# Names in torch's C++ module that programs use in isinstance() or call.
+# Names in torch's C++ module that programs use in isinstance() checks, or call.
 _NATIVE_NAMES = ("PyRRef", "WorkerInfo", torch_private.IS_AGENT_SET, "get_rpc_timeout")
-# torch's versions miss our failures: they end early only for failures that C++ code has set.
+# torch's versions miss our failures: they return early only for failures that C++ code has set.
 _FUTURES = {"collect_all": collect.collect_all, "wait_all": collect.wait_all}
 
-# DDP looks for RRefs in its module's outputs, and imported the class with torch.
+# DDP looks for RRefs in its module's outputs, and imported torch's class when torch was imported.
 _ddp: Any = importlib.import_module("torch.nn.parallel.distributed")
 _MISSING = object()
 _lock = threading.Lock()
@@ -81,7 +81,7 @@ _autograd = StandIn()
 
 
 def install() -> None:
-    """Replace ``torch.distributed.rpc`` by ``rallypoint.rpc`` in this process. A second call does nothing.
+    """Replace ``torch.distributed.rpc`` with ``rallypoint.rpc`` in this process. A second call does nothing.
 
     Code that imported functions from ``torch.distributed.rpc`` earlier keeps torch's. Until :func:`uninstall`, torch's
     backend names (``TENSORPIPE``) select Rallypoint's backends. No communication; call it on every worker.
@@ -185,7 +185,7 @@ def _refuse_in_group(what: str) -> None:
 
 
 def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator of torch's: the function needs a group."""
+    """torch's decorator for functions that need an RPC group."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _module_names() -> list[str]:
 def _facade() -> ModuleType:
     """A module like ``torch.distributed.rpc``: public names, submodules, and private names at the top level."""
     facade = ModuleType(_NAME, rpc.__doc__)
-    facade.__path__ = []  # it has submodules
+    facade.__path__ = []  # so that it can have submodules
     for name in rpc.__all__:
         setattr(facade, name, getattr(rpc, name))
     for name, module in _SUBMODULES.items():
@@ -246,7 +246,7 @@ def _no_profiler(*_: Any, **__: Any) -> Any:
 
 
 def _testing(facade: ModuleType) -> ModuleType:
-    """Stands in for torch's module whose import registers the fault-injecting backend; ours is registered already."""
+    """Stands in for torch's module whose import registers the fault-injecting backend; ours is already registered."""
     module = ModuleType(_TESTING)
     module.__path__ = []
     module.is_available = api.is_available  # type: ignore[attr-defined]

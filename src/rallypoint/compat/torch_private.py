@@ -1,6 +1,6 @@
 """Every private name of torch that this package replaces or offers, and its purpose.
 
-No other module of ``compat`` uses one, as ``tests/test_architecture.py`` checks. ``tests/unit/test_torch_private.py``
+No other module in ``compat`` uses one; ``tests/test_architecture.py`` enforces that. ``tests/unit/test_torch_private.py``
 checks each name in the installed torch, to show what a new version breaks.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 
-# A test module of torch's whose import registers the backend that injects faults.
+# torch's test module whose import registers the fault-injecting backend.
 TESTING = "_testing"
 # The module and the function behind profiling across processes.
 PROFILER = "server_process_global_profiler"
 PROFILE = "_server_process_global_profile"
-# Whether this process has an agent: torch.distributed.rpc's own name and its C++ module's.
+# Whether this process has an agent: the name in torch.distributed.rpc and in its C++ module.
 IS_AGENT_SET = "_is_current_rpc_agent_set"
 # A decorator of torch.distributed.rpc.api's own functions.
 REQUIRE_INITIALIZED = "_require_initialized"
@@ -26,7 +26,7 @@ UNSET_TIMEOUT = "_UNSET_RPC_TIMEOUT"
 DEFAULT_TIMEOUT = "_DEFAULT_RPC_TIMEOUT_SEC"
 DEFAULT_INIT_METHOD = "_DEFAULT_INIT_METHOD"
 DEFAULT_THREADS = "_DEFAULT_NUM_WORKER_THREADS"
-# Of torch.distributed.autograd. The first two are called by its context.
+# Names in torch.distributed.autograd. Its context calls the first two.
 NEW_CONTEXT = "_new_context"
 RELEASE_CONTEXT = "_release_context"
 CURRENT_CONTEXT = "_current_context"

@@ -1,4 +1,4 @@
-"""A module that shows the names of several others, and passes assignments on to them."""
+"""A module that shows the names of several others and passes assignments on to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Window(ModuleType):
     changes the module that uses the name.
 
     Args:
-        name: its name.
-        homes: the modules. If several have a name, the one that defines it counts, or else the first.
+        name: this module's name.
+        homes: the modules. If several have a name, the one that defines it counts, otherwise the first.
     """
 
     def __init__(self, name: str, homes: Sequence[ModuleType]) -> None:

@@ -31,7 +31,7 @@ def check_types(
         if not is_whole(value) or value < 1:  # type: ignore[operator]  # it is a number
             raise ConfigError(name, value, "expected a number of steps, 1 or more")
     if not isinstance(enable, bool | int):
-        # A likely slip: Join(model, optimizer), without the list.
+        # A likely mistake: Join(model, optimizer), without the list.
         hint = "as in Join([model, optimizer])" if isinstance(enable, nn.Module | Optimizer) else ""
         raise ConfigError("enable", type(enable).__name__, "expected True or False", hint)
     for name, value in (
@@ -55,7 +55,7 @@ ARGUMENTS = (
 
 
 def check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
-    """Other keyword arguments go to the hooks of the user's Joinables; without such a Joinable they are mistakes."""
+    """Refuse unknown keyword arguments, unless a Joinable of the user's own has a hook that may take them."""
     for name, value in kwargs.items():
         near = get_close_matches(name, ARGUMENTS, 1, 0.8)
         if name != TORCH_KWARG and (near or not own_hooks):
@@ -81,7 +81,7 @@ def weighting_of(weighting: Weighting | None, kwargs: dict[str, Any]) -> Weighti
                 f"contradicts divide_by_initial_world_size, which means {wanted!r}",
                 "pass only one of the two",
             )
-    # DDP needs it, too, for the steps in which it divides by itself.
+    # DDP needs it, too, for the steps in which it divides on its own.
     kwargs["divide_by_initial_world_size"] = weighting != "ranks"
     return weighting
 

@@ -42,7 +42,7 @@ class Batches:
         run: this rank's progress.
         loader: this rank's batches.
         weighting: how gradients are combined.
-        steps: the inputs the user announced. None: as the loader's length says.
+        steps: the inputs the user announced. None: those that the loader's length implies.
         lookahead: batches in a window. None: use windows only if some rank's loader has no length.
         count: returns the number of samples in a batch.
         example: a batch for a rank that has none. None: another rank's first batch.
@@ -77,7 +77,7 @@ class Batches:
         self._width = 0
 
     def agree(self) -> Schedule | None:
-        """The schedule, if every rank knows its number of steps (and of samples, if they are the weights); else None.
+        """The schedule, if every rank knows its number of steps (and of samples, if they are the weights); otherwise None.
 
         Collective: every rank calls it.
         """
@@ -130,7 +130,7 @@ class Batches:
         return Schedule(inputs, self._weighting)
 
     def rest(self) -> Iterator[None]:
-        """The remaining steps, for a rank that has left its loop and has no inputs any more.
+        """The remaining steps, for a rank that has left its loop and has no more inputs.
 
         Collective: once per window, with the ranks that are still in their loops.
         """
@@ -199,9 +199,9 @@ class Batches:
     # -- a rank that never had a batch -----------------------------------------------------------
 
     def _describe(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[Any]:
-        """A rank that has batches sends its first one to those that have none.
+        """Send a first batch from a rank that has batches to the ranks that have none.
 
-        Zeros would do for most models; but some divide by a norm of their inputs, and then a weight of zero meets NaN.
+        Zeros would do for most models, but some divide by a norm of their inputs, and zero times NaN is NaN.
         """
         run = self._run
         source = next(rank for rank, steps in enumerate(schedule.steps) if steps)
@@ -236,7 +236,7 @@ class Alone:
     """The steps of a block that is turned off: each rank counts its own.
 
     Args:
-        accumulation: the optimizer steps after every this-many-th batch.
+        accumulation: the optimizer steps once in this many batches.
         step: the current step, from 0; -1 before the first.
         syncs: whether the optimizer steps in this step.
     """
@@ -251,7 +251,7 @@ class Alone:
         batch = next(batches, self)
         while batch is not self:
             self.step += 1
-            # Only an accumulation has to know the last step in advance.
+            # Only an accumulation needs to know the last step in advance.
             following = next(batches, self) if self.accumulation > 1 else None
             self.syncs = following is self or (self.step + 1 - first) % self.accumulation == 0
             yield batch
@@ -264,7 +264,7 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 
 def fresh(batch: Any) -> Any:
-    """A copy for the loop's body to change: it may take entries out of a batch, or transform it in place."""
+    """A copy that the loop's body may change: it may take entries out of a batch, or transform it in place."""
     return tree_map(_copied, batch)
 
 
@@ -273,7 +273,7 @@ def _copied(leaf: Any) -> Any:
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     try:
         return copy.deepcopy(leaf)
-    except Exception:  # noqa: BLE001  # whatever the user's class raises: the body then gets the object itself
+    except Exception:  # noqa: BLE001  # the user's class may raise anything; the body then gets the object itself
         return leaf
 
 
@@ -294,7 +294,7 @@ def described(batch: Any) -> str:
             for leaf in leaves
         ]
         told = treespec_dumps(structure)
-        # A key that is a tuple comes back as a list.
+        # A tuple used as a key comes back as a list.
         if treespec_loads(told) != structure:
             return ""
         return json.dumps([told, shown])

@@ -9,7 +9,7 @@ The collectives of a step need every rank. A rank that has run out of inputs mat
 - it *replays* its last batch with weight zero: its own loop keeps running, so it matches collectives of any kind.
   :meth:`Join.batches` does this.
 
-The ranks must agree on which of them have inputs in a step. Three ways, cheapest first:
+The ranks must agree on which of them have inputs in a step. There are three ways, cheapest first:
 
 - *planned*: every rank knows its number of steps; they are exchanged once, on entry;
 - *lookahead*: a loader without a length is read some batches ahead; the counts are exchanged once per window;
@@ -59,7 +59,7 @@ from .weights import GradientScale
 
 _log = logging.getLogger(__name__)
 
-# Warn when a rank has this many steps fewer than another (torch's number).
+# Warn when a rank has more than this many steps fewer than another (torch's number).
 MUCH_SKEW = 1000
 
 
@@ -86,7 +86,7 @@ class Join:
     ``example`` and the loader.   Blocks: on entry (with ``steps``), and at the end until all ranks have finished.
 
     Args:
-        joinables: every object that communicates, or that steps with one: Joinables (DistributedDataParallel,
+        joinables: every object that communicates, or that steps with one that does: Joinables (DistributedDataParallel,
             ZeroRedundancyOptimizer, your own), optimizers, learning-rate schedulers, a ``GradScaler``, modules
             sharded by ``fully_shard``, other modules. Listing an optimizer, scheduler or scaler keeps its state up
             to date on ranks that have run out. Gradients of modules are assumed to be averaged over the group.
@@ -101,20 +101,20 @@ class Join:
             (:mod:`rallypoint.join.schedule`). ``"samples"`` gives the gradient of one process that trains on all samples of
             a step at once, if the loss is a mean over samples. None: ``"initial"``, or ``"ranks"`` with
             ``divide_by_initial_world_size=False``.
-        accumulation: exchange gradients only in every this-many-th step; use ``no_sync()`` in the others, see
+        accumulation: exchange gradients only once in this many steps; use ``no_sync()`` in the others, see
             :attr:`syncs`.
         samples: a function that returns the number of samples in a batch. Default: the first dimension of the batch's
-            first tensor. With it, a DataLoader does not know its numbers of samples in advance.
+            first tensor. With a function of your own, a DataLoader's numbers of samples are not known in advance.
         example: a batch to run with weight zero on a rank that has no batch at all. None: another rank's first batch.
         replay: whether :meth:`batches` keeps running the loop's body with weight zero on a rank that has run out. False: it
-            ends the loop there, and hooks match the other ranks. None: True, unless the list has a Joinable of your
-            own, which brings its own hook.
+            ends the loop there, and hooks match the other ranks. None: True, unless ``joinables`` contains a Joinable of
+            your own, which brings its own hook.
         process_group: the ranks that train together. None: the joinables' group.
         kwargs: passed to every Joinable's ``join_hook``.
 
     Raises:
         ConfigError: ``joinables`` is empty, spans several groups, or has a Joinable whose constructor did not call its
-            base's; or arguments that contradict each other.
+            base's; or arguments contradict each other.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Join:
                     torch_private.keep_join_config(joinable, stack)
             self._configure(tells=run.schedule is None)
             if modules:
-                # The module that runs first in a step begins it, wherever it stands in the list.
+                # The module that runs first in a step starts it, wherever it is in the list.
                 self._first = modules[0] if len(modules) == 1 else None
                 self._hooks = [
                     each.register_forward_pre_hook(self._before_forward) for each in modules
@@ -251,7 +251,7 @@ class Join:
         return [member.module for member in self._members if member.module is not None]
 
     def _plan(self, run: Run, schedule: Schedule | None, stack: ExitStack) -> None:
-        """From now on all ranks know the schedule, or learn it window by window (None)."""
+        """From now on, all ranks know the schedule, or learn it window by window (None)."""
         # A loop of the user's own cannot know which step is the last on all ranks.
         run.schedule, run.ends = schedule, False
         for member in self._members:
@@ -315,7 +315,7 @@ class Join:
 
         Args:
             stays: how each rank's loop ended.
-            digests: each rank's digests of its members' parts. None: not exchanged yet.
+            digests: each rank's digests of its members' parts. None: they are not exchanged yet.
 
         Raises:
             JoinError: ranks left their loops in different steps.
@@ -349,7 +349,7 @@ class Join:
         if not all(to_the_end) and not run.replays and self._overlooked is not None:
             self._overlooked.warn(run.averaged)
 
-    # -- classic: each step tells ---------------------------------------------------------------
+    # -- classic: ranks count each other in each step -------------------------------------------
 
     def _shadow_classic(self, run: Run) -> None:
         shadowed, run.shadows = 0, True
@@ -377,7 +377,7 @@ class Join:
         )
         self._settlement.share_order(run, max(rank for rank, had in enumerate(to_the_end) if had))
 
-    # -- planned: the schedule tells ------------------------------------------------------------
+    # -- planned: all ranks know the schedule ---------------------------------------------------
 
     def _shadow_planned(self, run: Run, schedule: Schedule) -> None:
         announced = schedule.steps[run.rank]
@@ -416,7 +416,7 @@ class Join:
         raise _exhausted(run.rank, out)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """The first module is about to run: in a loop of the user's own, a step begins."""
+        """The first module is about to run: in the user's own loop, a step starts."""
         run = self._run
         if run is None or not torch.is_grad_enabled():
             return
@@ -427,7 +427,7 @@ class Join:
         if not self._iterated:
             step = run.step + 1
             if step < run.calm and module.require_backward_grad_sync:
-                # The fast path: nearly all steps take it.
+                # The fast path, which nearly all steps take.
                 run.step = step
                 run.own += 1
                 return
@@ -452,7 +452,7 @@ class Join:
             )
         run.own += 1
         self._scale_by(run.factor)
-        if self._accumulation == 1:  # otherwise each step has to check no_sync()
+        if self._accumulation == 1:  # otherwise each step must check no_sync()
             run.calm = schedule.calm_until(run.rank, run.step, throws=self._throw)
 
     @property
@@ -460,7 +460,7 @@ class Join:
         return self._iterated and self._replays
 
     def _refuse_bare_loop(self, run: Run) -> None:
-        """Raise if this block needs join.batches, and the user wrote a loop of their own."""
+        """Raise if this block needs join.batches but the user wrote their own loop."""
         self._refuse_replay(run.schedule)
         if run.schedule is not None:
             return
@@ -494,7 +494,7 @@ class Join:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over this rank's batches, then repeat the last one with weight zero until all ranks have finished.
 
-        Each repetition is a new copy of the batch, so that the body may change it. The memory of one batch is held for this.
+        Each repetition is a new copy of the batch, so the body may change it. This holds the memory of one batch.
 
         Collective: every rank iterates to the end, or all ranks break in the same step.   Blocks: at the start, and once
         per window if a loader has no length.
@@ -530,7 +530,7 @@ class Join:
         if run is None:
             raise JoinError("join.batches() works inside the block only: with Join(...) as join:")
         if self._iterated:
-            self._end_loop(run)  # the one before
+            self._end_loop(run)  # the previous loop
         batches = Batches(
             run,
             loader,
@@ -577,7 +577,7 @@ class Join:
         self._stayed = run.step + 1 - run.first if self._replays else run.own
 
     def _begin_schedule(self, schedule: Schedule) -> None:
-        if not self._replays:  # otherwise each rank contributes its own
+        if not self._replays:  # otherwise each rank contributes its own gradients
             self._shadow.level(schedule)
 
     def _shadow_in_loop(self) -> None:
@@ -624,13 +624,13 @@ class Join:
             notes = run.notes.wait()
             stays = [Stay(notes[rank] - run.first, left=True) for rank in range(run.world_size)]
         else:
-            # No rank can have left: the others would have missed its collectives.
+            # No rank can have left early, because the others would have missed its collectives.
             stays = [Stay(stayed, left=False)] * run.world_size
         self._put_right(run, stays, digests)
         self._end_standstill()
 
     def _matched_by_hooks(self, run: Run) -> bool:
-        """Whether a rank that left can match the others' steps, and learn whether they left, too."""
+        """Whether a rank that left can match the others' steps and learn whether they left, too."""
         knows = any(isinstance(member, DdpMember) for member in self._members)
         return knows and not any(member.unmatched(run.schedule) for member in self._members)
 

@@ -32,8 +32,8 @@ DTYPES = (
 class ShardSampler(data.Sampler[int]):
     """One rank's share of a data set: no sample is repeated, and none is dropped.
 
-    Shares differ by at most one sample. All ranks use the same order of samples, and rank ``r`` of ``W`` takes
-    samples ``r``, ``r + W``, ``r + 2 W`` ... of it. No communication.
+    Shares differ by at most one sample. All ranks use the same order of samples, from which rank ``r`` of ``W`` takes
+    samples ``r``, ``r + W``, ``r + 2 W`` ... There is no communication.
 
     Args:
         data_source: the data set, or anything with a length.
@@ -113,10 +113,10 @@ def gather_samples(
     Collective: every rank of ``group`` calls it.   Blocks: until all ranks have called it.
     Args:
         values: a tensor ``[N, ...]``, or nested lists, tuples and dicts of such tensors, with one row for each of this
-            rank's ``N`` samples. The keys of a dict have the same order on all ranks. ``N`` may differ between ranks. A
-            rank without samples may pass None.
-        indices: ``[N]``, integers: the data set's index of each row. Rows are then returned in index order, and an index
-            that occurs several times (padding, for example) only once. None: rows are returned in rank order.
+            rank's ``N`` samples. The keys of a dict must have the same order on all ranks. ``N`` may differ between ranks.
+            A rank without samples may pass None.
+        indices: ``[N]``, integers: the data set's index of each row. Rows are then returned in index order; if an index
+            occurs several times (padding, for example), only its first row is kept. None: rows are in rank order.
         group: the ranks that take part. Default: the default group.
     Returns:
         The same structure with tensors ``[sum of N, ...]``, or one row per distinct index, on the device of
@@ -226,7 +226,7 @@ def _number(name: str, value: object) -> float:
     one = isinstance(value, torch.Tensor) and value.numel() == 1
     try:
         if one or (not isinstance(value, torch.Tensor | str) and value is not None):
-            # Without the graph, of which torch would warn.
+            # Without the graph: torch would warn about it.
             return float(value.detach() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         pass
@@ -258,7 +258,7 @@ def _shown(values: Any) -> str:
 
 
 def _number_of(text: str) -> int:
-    """A number that stands for the text: the same on all ranks, and signed, of 64 bits."""
+    """A signed 64-bit number that stands for the text, the same on all ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -276,7 +276,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _agree(what: str, values: Mapping[int, object]) -> None:
-    """Raise on every rank if the ranks' values differ: all of them see the same values."""
+    """Raise if the ranks' values differ. Every rank raises, because all see the same values."""
     if len(set(values.values())) > 1:
         shown = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
         raise JoinError(f"gather_samples: the ranks differ in {what} ({shown})")
@@ -309,7 +309,7 @@ def _gather_rows(
     most = max(counts)
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: len(rows)] = rows
-    # No backend takes every dtype, but each takes bytes.
+    # No backend supports every dtype, but each supports bytes.
     packed = padded.contiguous().view(torch.uint8) if padded.numel() else padded.to(torch.uint8)
     every = [torch.empty_like(packed) for _ in counts]
     dist.all_gather(every, packed, group=group)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before the first step, and once per window if loaders have no length."""
+"""What ranks tell each other before the first step, and once per window if loaders have no length."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rallypoint.errors import ConfigError
 from .schedule import Inputs
 
 
-# Runs that fit into the first message: equal batches and a shorter last one need two.
+# How many runs fit into the first message: equal batches and a shorter last one need two.
 NUM_INLINE = 2
-# Stands for an unknown number of samples.
+# The value that stands for an unknown number of samples.
 UNKNOWN = -1
 
 # The last block number of each group, by the group's name.
@@ -37,7 +37,7 @@ def all_inputs(
     own = _numbers.get(name, 0)
     head = [own, UNKNOWN if inputs is None else len(runs), *_flat(runs[:NUM_INLINE])]
     heads = gather(head, 2 + 2 * NUM_INLINE, device, group)
-    # The maximum: a process that joined later has counted fewer blocks.
+    # Use the maximum, because a process that joined later has counted fewer blocks.
     number = max(each[0] for each in heads) + 1
     _numbers[name] = number
     counts = [each[1] for each in heads]
@@ -92,12 +92,12 @@ def broadcast_into(
     """Copy the values of rank ``source`` of the group into the tensor.   Collective: one broadcast.
 
     Args:
-        tensor: dense, of the same shape and dtype on every rank; on the other ranks contiguous, and without a gradient.
+        tensor: a dense tensor of the same shape and dtype on every rank; on the receiving ranks contiguous, without a gradient.
         source: the sender's rank in the group.
         device, group: as above.
     """
     held = tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
-    # No backend takes every dtype, but each takes bytes.
+    # No backend supports every dtype, but each supports bytes.
     if held.numel():
         dist.broadcast(held.view(-1).view(torch.uint8), group=group, group_src=source)
     if dist.get_rank(group) != source:

@@ -1,4 +1,4 @@
-"""The kinds of objects that Join accepts: how to recognize one, the member that handles it, and its place in a step."""
+"""The kinds of objects that Join accepts: how to recognize each, the member that handles it, and its place in a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .members import HookMember, Member
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of objects.
+    """One kind of object.
 
     Args:
         handles: whether an object is of this kind.
         member: makes the member that handles it.
-        place: in a step, a training loop runs objects of lower places first. None: such an object may come anywhere.
+        place: a training loop runs objects with lower places first in a step. None: such an object may come anywhere.
     """
 
     handles: Callable[[Any], bool]
@@ -46,7 +46,7 @@ def check_constructed(joinable: Any) -> None:
     """Check that the constructor of a Joinable has run.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the constructor has not run.
     """
     if not torch_private.has_join_config(joinable):
         raise ConfigError(
@@ -62,7 +62,7 @@ def _with_own_hook(joinable: Any) -> Member:
     return HookMember(joinable)
 
 
-# The first kind that handles an object is its kind. A ZeroRedundancyOptimizer is an optimizer as well as a Joinable.
+# An object's kind is the first one that handles it. A ZeroRedundancyOptimizer is both an optimizer and a Joinable.
 KINDS = (
     Kind(_is(DistributedDataParallel), DdpMember, 0),
     Kind(is_local_sgd, LocalSgdMember, 1),
@@ -96,7 +96,7 @@ def kind_of(joined: Any) -> Kind:
 def in_order(joinables: Iterable[Any]) -> list[Any]:
     """The objects in the order in which a training loop runs them: modules, optimizers, schedulers, scalers.
 
-    An object that may come anywhere in a step keeps its place in the list.
+    An object that may come anywhere in a step keeps its position in the list.
 
     Raises:
         ConfigError: Join cannot handle one of them.
@@ -112,6 +112,6 @@ def member_of(joined: Any) -> Member:
     """The member that handles an object.
 
     Raises:
-        ConfigError: Join cannot handle this type, or its constructor did not run.
+        ConfigError: Join cannot handle this type, or the object's constructor did not run.
     """
     return kind_of(joined).member(joined)

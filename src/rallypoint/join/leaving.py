@@ -1,12 +1,12 @@
-"""Ranks that leave their loop before their last step, and whether all of them did: pure.
+"""Ranks that leave their loop before their last step, and whether all of them did. Pure.
 
 Theory of operation
 -------------------
 Leaving early is fine if all ranks do so in the same step, and a mistake otherwise. A rank that leaves cannot tell which
-it is: the others may have left, too, or may be waiting for it in the next step's collectives. So it writes a note
-into the group's store, then matches the next step as if it had run out of inputs. That exchange completes only when
-every rank has taken part, and a rank that left has written its note before. If every rank that was expected in the step
-has a note, no rank computed anything: the result is discarded, and the loop is over (``Deserted``). Otherwise
+case it is in: the others may have left, too, or may be waiting for it in the next step's collectives. So it writes a note
+to the group's store, then matches the next step as if it had run out of inputs. That exchange completes only when
+every rank has taken part, and a rank that left has written its note before that. If every rank that was expected in the
+step has a note, no rank computed anything: the result is discarded, and the loop is over (``Deserted``). Otherwise
 the rank matches the others' remaining steps, so that none of them hangs, and then all ranks raise.
 """
 

@@ -17,10 +17,10 @@ from .state import Part
 
 
 class Member:
-    """Something that takes part in a Join.
+    """An object's part in a Join.
 
     Attributes:
-        name: for messages.
+        name: the object's name, for messages.
         group: the group it communicates over. None: any.
         device: where its tensors are. None: anywhere.
         module: the module whose gradients are averaged over the group, and whose forward passes count as steps; or None.
@@ -39,7 +39,7 @@ class Member:
     ran_back: bool = False
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
-        """The block begins. ``stack`` restores whatever this changes."""
+        """The block starts. ``stack`` restores whatever this changes."""
 
     def planned(self, run: Run, stack: ExitStack) -> None:
         """All ranks know the schedule, so no step needs a collective to agree on it."""
@@ -49,13 +49,13 @@ class Member:
         return ""
 
     def level(self) -> None:
-        """Some rank has no inputs: make equal what the ranks hold from before and would combine in the first step.
+        """Some rank has no inputs: equalize what the ranks hold from before and would combine in the first step.
 
         Collective.
         """
 
     def begun_in(self, step: int) -> bool:
-        """Whether it has issued this step's collectives; if hooks cannot match them, whether it has issued any."""
+        """Whether this member has issued this step's collectives; if hooks cannot match them, whether it has issued any."""
         return True
 
     def main_hook(self) -> None:
@@ -67,7 +67,7 @@ class Member:
     def parts(self) -> Sequence[Part]:
         """The state that must be equal on all ranks at the end of the block.
 
-        All ranks return equally many parts, in the same order.
+        All ranks return the same number of parts, in the same order.
         """
         return ()
 

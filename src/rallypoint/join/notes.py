@@ -17,7 +17,7 @@ class Notes:
     Args:
         group: the ranks that write notes. None: the default group.
         device: where the group's collectives work.
-        number: identifies the block: the same on all ranks, and never used twice.
+        number: identifies the block; the same on all ranks, and never used twice.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, number: int) -> None:
@@ -44,7 +44,7 @@ class Notes:
         """The notes of all ranks.   Blocks: until all have been written, at most for the group's time limit.
 
         Raises:
-            JoinError: some rank wrote none in time.
+            JoinError: some rank did not write its note in time.
         """
         patience = torch_private.timeout_of(self._group, self._device)
         try:

@@ -1,4 +1,4 @@
-"""Optimizers and scalers that step in the block but are not listed: they fall behind on ranks that run out."""
+"""Finds optimizers and scalers that step in the block but are not listed: they fall behind on ranks that run out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import torch_private
 
 _log = logging.getLogger(__name__)
 
-# How far up the call stack from an optimizer's hook to look for its scaler: wrappers lie between the two.
+# How far up the call stack from an optimizer's hook to look for its scaler, because wrappers lie in between.
 DEPTH = 8
 
 _told: WeakSet[Any] = WeakSet()
@@ -52,7 +52,7 @@ class Overlooked:
             self._scaler = self._scaler or _calling_scaler()
 
     def warn(self, averaged: Collection[int]) -> None:
-        """Warn of each optimizer and scaler whose updates some ranks have missed.
+        """Warn about each optimizer and scaler whose updates some ranks have missed.
 
         Args:
             averaged: ``id`` of each parameter whose gradients are averaged over the ranks.
@@ -73,7 +73,7 @@ class Overlooked:
             )
 
     def _lags(self, optimizer: Optimizer, averaged: Collection[int]) -> bool:
-        """Whether it keeps state for averaged parameters that no listed optimizer covers."""
+        """Whether an optimizer keeps state for averaged parameters that no listed optimizer covers."""
         return any(
             isinstance(value, torch.Tensor)
             for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""The order of the modules' forward and backward passes in a step, learned from this rank's own steps: pure.
+"""The order of the modules' forward and backward passes in a step, learned from this rank's own steps. Pure.
 
 Modules that share a loss run forward one after the other, and backward in another order. A rank that matches their
 collectives must keep that order.
@@ -39,7 +39,7 @@ class Passes:
         self._modules = modules
 
     def note(self, step: int, module: int, *, forward: bool) -> None:
-        """Record that a pass begins in this step."""
+        """Record that a pass starts in this step."""
         if step != self._step:
             self._before, self._step, self._now = self.order, step, []
         self._now.append(Pass(module, forward))
@@ -53,7 +53,7 @@ class Passes:
 
     @property
     def order(self) -> list[Pass] | None:
-        """The order in a whole step. None: with several modules, until a step has shown it."""
+        """The order in a whole step. With several modules, None until a step has shown it."""
         whole = self._default if self._before is None else self._before
         if len(self._now) >= len(whole):
             return list(self._now)

@@ -23,7 +23,7 @@ class Run:
     Args:
         group: the ranks that train together.
         device: where the group's collectives work.
-        accumulation: gradients are exchanged in every this-many-th step.
+        accumulation: gradients are exchanged once in this many steps.
         schedule: all ranks' inputs, for the steps from ``base`` on. None: ranks count each other in each step (classic).
         step: the current step, from 0; -1 before the first.
         first: the loop's first step.
@@ -31,18 +31,18 @@ class Run:
         ends: whether the schedule's last step is also the loop's.
         own: the number of steps in this loop in which this rank had inputs.
         exchanged: whether the last shadowed step exchanged gradients.
-        counted: whether a module or our own loop marks the beginning of each step; otherwise an optimizer does.
-        calm: until this step, neither this rank's factor changes nor whether it goes on.
+        counted: whether a module or our own loop marks the start of each step; otherwise an optimizer does.
+        calm: until this step, this rank's factor stays the same and the rank goes on.
         replays: whether ranks that have run out keep running the loop's body.
         notes: notes of ranks that left their loops early. None: in a classic block.
         passes: the order in which DDP modules run forward and backward.
         modules: the number of DDP modules.
         averaged: ``id`` of each parameter whose gradients are averaged over the ranks.
         scaler: the scaler that optimizers step through, or None.
-        scaled: whether an optimizer stepped through it since its last update.
+        scaled: whether an optimizer has stepped through it since its last update.
         shadows: whether this rank matches the others' steps by hooks.
         told: in a classic block, the all-reduce and the tensor that count the ranks exchanging gradients in this step.
-        began_with: the number of ranks that had inputs when the accumulation began that is still open from the last
+        began_with: the number of ranks that had inputs at the start of the accumulation still open from the last
             schedule.
     """
 
@@ -83,13 +83,13 @@ class Run:
         return self.modules - 1
 
     def begin_loop(self) -> None:
-        """The next step is the first of a new loop."""
+        """Start a new loop with the next step."""
         self.first = self.base = self.step + 1
         self.shadows = False
         self.own = 0
 
     def begin_schedule(self, schedule: Schedule) -> None:
-        """The next step is the first of ``schedule``."""
+        """Start ``schedule`` with the next step."""
         self.began_with = self.sharing(self.step + 1)
         self.schedule, self.base = schedule, self.step + 1
 
@@ -98,7 +98,7 @@ class Run:
         return step - (step - self.first) % self.accumulation
 
     def sharing(self, step: int) -> int:
-        """The number of ranks that had inputs when this step's accumulation began.
+        """The number of ranks that had inputs when this step's accumulation started.
 
         Gradients kept from before are the same on all of these ranks, and no other rank contributes them.
         """
@@ -108,7 +108,7 @@ class Run:
         return self.schedule.num_active(start - self.base)
 
     def confirm(self) -> None:
-        """Called by a rank that shadows, after a step's exchange of gradients and before it uses them.
+        """Check that the step took place. A shadowing rank calls this after a step's exchange, before it uses the gradients.
 
         Raises:
             Deserted: every rank that was expected in this step left its loop before it.
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def factor(self) -> float:
-        """The factor of this rank's gradient in this step."""
+        """The factor for this rank's gradient in this step."""
         schedule = self.schedule
         return 1.0 if schedule is None else schedule.factor(self.rank, self.step - self.base)
 
@@ -149,9 +149,9 @@ class Run:
 
     @property
     def someone_is_out(self) -> bool:
-        """Whether any rank does; the same answer on all ranks, False if unknown.
+        """Whether any rank only matches this step by hooks; the same answer on all ranks, False if unknown.
 
-        Blocks: in a classic block, until all ranks have begun the step.
+        Blocks: in a classic block, until all ranks have started the step.
         """
         if self.replays:
             return False
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank ran out since the last exchange, with accumulated gradients not yet exchanged."""
+        """Whether this rank has run out since the last exchange, with accumulated gradients not yet exchanged."""
         if self.schedule is None or self.active:
             return False
         since = self.step - self.first
@@ -187,7 +187,7 @@ class Run:
             asked: whether it is about to exchange gradients in this step.
 
         Raises:
-            JoinError: it is not as agreed; the other ranks would hang.
+            JoinError: the module breaks the agreement, and the other ranks would hang.
         """
         if asked != self.syncs:
             every = f"every {self.accumulation} steps" if self.accumulation > 1 else "in every step"

@@ -24,16 +24,16 @@ def first_dim(batch: Any) -> int:
     """The first dimension of a batch's first tensor; without tensors, the length of the batch, or of a mapping's first value.
 
     Raises:
-        ConfigError: the batch has neither.
+        ConfigError: the batch has neither a tensor nor a length.
     """
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(first, torch.Tensor) and first.dim() > 0:
-        return first.shape[0]  # the fast path: most batches, in every step
+        return first.shape[0]  # the fast path, for most batches
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     if isinstance(batch, Mapping):
-        # Its length is the number of its keys. Some mappings (UserDict) are no tree of torch's.
+        # A mapping's length is its number of keys. Some mappings (UserDict) are not trees to torch.
         for value in batch.values():
             if isinstance(value, Sized) and not isinstance(value, str | bytes):
                 return first_dim(value)
@@ -51,7 +51,7 @@ def counting(samples: CountSamples) -> CountSamples:
     """``samples`` with its result checked."""
 
     def count(batch: Any) -> int:
-        found: Any = samples(batch)  # Any: whatever the user's function returns
+        found: Any = samples(batch)  # Any: the user's function may return anything
         if not is_whole(found) or found < 0:
             shown = "None" if found is None else found
             raise ConfigError(

@@ -1,10 +1,10 @@
-"""Which ranks have inputs in which step, and how their gradients are weighted: pure.
+"""Which ranks have inputs in which step, and how their gradients are weighted. Pure.
 
 A rank *runs out* after its last step. From then on it only matches the other ranks' steps. The weighting says how the
 ranks' gradients are combined in a step. With ``g`` the gradient of a rank's mean loss, ``n`` its number of samples in
 the step, ``W`` the number of ranks, and ``k`` the number of ranks that still have inputs:
 
-- ``"initial"``: ``sum(g) / W``; a rank that has run out counts as a gradient of zero;
+- ``"initial"``: ``sum(g) / W``; a rank that has run out counts with a gradient of zero;
 - ``"ranks"``: ``sum(g) / k``;
 - ``"samples"``: ``sum(n * g) / sum(n)``, the gradient of one process that has all the samples.
 
@@ -58,7 +58,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """A run of steps, from ``start`` on, in which the ranks with inputs and their samples stay the same."""
+    """A run of steps, from ``start`` on, in which the ranks with inputs and their numbers of samples stay the same."""
 
     start: int
     active: int
@@ -70,10 +70,10 @@ class Schedule:
 
     Args:
         inputs: each rank's inputs, in rank order.
-        weighting: how gradients are combined; see the module.
+        weighting: how gradients are combined; see the module's docstring.
 
     Raises:
-        ConfigError: an unknown weighting, or ``"samples"`` while some rank does not know its numbers of samples.
+        ConfigError: the weighting is unknown, or is ``"samples"`` while some rank does not know its numbers of samples.
     """
 
     def __init__(self, inputs: Sequence[Inputs], weighting: Weighting = "initial") -> None:
@@ -98,7 +98,7 @@ class Schedule:
         self.least = min(self.steps, default=0)
         self._phases = _phases(self.inputs)
         self._starts = [phase.start for phase in self._phases]
-        # Ranks sorted by their number of steps; and for each position, the highest rank from there on.
+        # Ranks sorted by their number of steps and, for each position, the highest rank from there on.
         self._by_end = sorted(range(self.world_size), key=lambda rank: self.steps[rank])
         self._ends = [self.steps[rank] for rank in self._by_end]
         self._highest = list(itertools.accumulate(reversed(self._by_end), max))[::-1]
@@ -123,9 +123,9 @@ class Schedule:
         return 0 if at == len(runs) else runs[at][1]
 
     def source(self, step: int) -> int:
-        """The rank whose buffers are used in this step: the highest one that has inputs.
+        """The rank whose buffers are used in this step: the highest rank that has inputs.
 
-        Once all ranks have run out, the highest of those with the most steps.
+        Once all ranks have run out, the highest of the ranks with the most steps.
         """
         step = min(step, self.total - 1)
         first = bisect_right(self._ends, step)

@@ -24,7 +24,7 @@ class Settlement:
     """Compares the members' state across ranks, and copies what differs.
 
     Args:
-        members: what the block joins; the same on all ranks.
+        members: the members of the block; the same on all ranks.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -47,7 +47,7 @@ class Settlement:
 
         Collective.
         Args:
-            run: this rank's.
+            run: this rank's run.
             to_the_end: for each rank, whether it had inputs in the last step.
             digests: for each rank, the digests of its parts.
         """
@@ -73,7 +73,7 @@ class Settlement:
         return _orders.get(self._models[0].ddp) if self._models else None
 
     def remember_order(self, order: list[Pass] | None) -> None:
-        """Keep the order for a later block in which some rank has no inputs to learn it from. The same on all ranks."""
+        """Keep the order, which is the same on all ranks, for a later block in which some rank has no inputs to learn it from."""
         if len(self._models) > 1 and order:
             _orders[self._models[0].ddp] = order
 

@@ -1,4 +1,4 @@
-"""A rank that has run out, or left its loop, matches the other ranks' steps by hooks."""
+"""Matches the other ranks' steps by hooks, on a rank that has run out or left its loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shadow:
     """Issues the collectives of other ranks' steps, with empty contributions.
 
     Args:
-        members: what the block joins.
+        members: the members of the block.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -33,7 +33,7 @@ class Shadow:
         self._models = [member for member in members if isinstance(member, DdpMember)]
 
     def level(self, schedule: Schedule) -> None:
-        """Make equal what the ranks hold from before, if some rank has no inputs.   Collective, in this case only."""
+        """If some rank has no inputs, equalize what the ranks hold from before.   Collective, in this case only."""
         if schedule.least == 0 < schedule.total:
             for member in self._members:
                 member.level()
@@ -50,7 +50,7 @@ class Shadow:
         return bool(count.item())
 
     def match(self, run: Run) -> None:
-        """Match one step, or the rest of a step that this rank has begun.   Collective.
+        """Match one step, or the rest of a step that this rank has started.   Collective.
 
         Raises:
             Deserted: all ranks have left their loops.
@@ -70,8 +70,8 @@ class Shadow:
         """Match the given steps, or fewer if all other ranks leave their loops, too.   Collective, in each step.
 
         Args:
-            run: this rank's.
-            next_step: the first step that this rank is not in.
+            run: this rank's run.
+            next_step: the first step that this rank does not take part in.
             steps: the steps to match.
             left: whether this rank left its loop early. It then writes a note for the others.
 
@@ -106,6 +106,6 @@ class Shadow:
 
 
 def _in_turn(passes: Sequence[Pass]) -> bool:
-    """Whether each module finishes its passes before the next one in the list begins."""
+    """Whether each module finishes its passes before the next one in the list starts."""
     modules = [each.module for each in passes]
     return modules == sorted(modules)

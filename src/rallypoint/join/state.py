@@ -1,4 +1,4 @@
-"""State that must be equal on all ranks at the end of a block, and how ranks copy it where it differs.
+"""State that must be equal on all ranks at the end of a block, and how ranks copy it if it differs.
 
 A rank that has run out steps its optimizer with the reduced gradients. The other ranks' loops may clip or unscale them
 first, or skip the step. So at the end the ranks compare digests, as part of an exchange that takes place anyway,
@@ -22,9 +22,9 @@ from rallypoint.errors import JoinError
 from .torch_private import tree_flatten, tree_map_only, tree_unflatten
 
 
-# Elements of an accelerator's tensor to digest at a time. Bounds the memory for temporary copies.
+# How many elements of an accelerator's tensor to digest at a time; it bounds the memory for temporary copies.
 CHUNK = 1 << 20
-# Odd, so that multiplying never hides a difference: 2**64 divided by the golden ratio, and a prime of xxHash.
+# Both are odd, so that multiplying never hides a difference: 2**64 divided by the golden ratio, and a prime of xxHash.
 WEIGHT, NEXT_CHUNK = -7046029254386353131, 1609587929392839161
 
 
@@ -61,7 +61,7 @@ def digest(values: Any) -> int:
                 found.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
             else:
                 sums.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
-    for own in sums.values():  # one transfer for each device
+    for own in sums.values():  # one transfer per device
         found.update(repr(torch.stack(own).tolist()).encode())
     return int.from_bytes(found.digest(), "big") >> 1
 
@@ -104,7 +104,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def share(
     values: Any, source: int, device: torch.device, group: dist.ProcessGroup | None, name: str
 ) -> Any:
-    """Broadcast values from rank ``source`` of the group.   Collective: two broadcasts, and one for each tensor (two if it is sparse).
+    """Broadcast values from rank ``source`` of the group.   Collective: two broadcasts, and one per tensor (two if sparse).
 
     Args:
         values: this rank's values; not modified.
@@ -114,11 +114,11 @@ def share(
         name: what the values are, for messages.
 
     Returns:
-        On ``source``, the values themselves. Elsewhere new values: tensors that are on a CPU at the source are on the CPU,
+        On ``source``, the values themselves. Elsewhere new values: tensors that are on the CPU at the source are on the CPU,
         all others on ``device``.
 
     Raises:
-        JoinError: the values hold something that cannot be pickled.
+        JoinError: the values contain something that cannot be pickled.
     """
     is_source = dist.get_rank(group) == source
     told: list[Any] = [None]
@@ -174,6 +174,6 @@ def _described(values: Any) -> Any:
     shapes = tree_map_only(torch.Tensor, _Shape.of, values)
     try:
         pickle.dumps(shapes)
-    except Exception as error:  # noqa: BLE001  # whatever a __reduce__ raises
+    except Exception as error:  # noqa: BLE001  # a __reduce__ may raise anything
         return f"{type(error).__name__}: {error}"
     return shapes

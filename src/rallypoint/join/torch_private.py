@@ -1,7 +1,7 @@
 """Every private name of torch and Python that this package uses, and what for.
 
-Nothing else in ``join`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
-the installed torch for each name and its signature, so a new torch shows at once which of these functions to look at.
+No other module in ``join`` uses one; ``tests/test_architecture.py`` enforces that. ``tests/unit/test_torch_private.py``
+checks each name and its signature in the installed torch, so a new torch shows at once which of these functions to check.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def configure_join(joinable: Joinable, *, throws: bool, is_first: bool) -> None:
     """Switch a joinable on for the length of a block.
 
     Args:
-        joinable: a DDP module, a ZeroRedundancyOptimizer, or a class of the user's.
+        joinable: a DDP module, a ZeroRedundancyOptimizer, or an object of a class of the user's own.
         throws: whether the block ends on all ranks when the first one runs out.
-        is_first: whether this one issues the all-reduce that counts, in each step, the ranks with inputs.
+        is_first: whether this joinable issues the all-reduce that counts the ranks with inputs in each step.
     """
     joinable._join_config = _JoinConfig(
         enable=True, throw_on_early_termination=throws, is_first_joinable=is_first
@@ -60,20 +60,20 @@ def keep_join_config(joinable: Joinable, stack: ExitStack) -> None:
 
 
 def is_first_joinable(joinable: Any) -> bool:
-    """Whether torch's ``notify_join_context`` tells this one how many ranks have inputs."""
+    """Whether torch's ``notify_join_context`` tells this joinable how many ranks have inputs."""
     return bool(joinable._join_config.is_first_joinable)
 
 
 # -- DistributedDataParallel: a rank without inputs matches its collectives ----------------------------------
 
-# Private, and read before it exists: DDP sets it in join_hook only.
+# Private, and read before it exists: DDP sets it only in join_hook.
 _DIVISOR = "_divide_by_initial_world_size"
 _COMMON_RANK = "_find_common_rank"
 _CHECK_SYNC = "_check_global_requires_backward_grad_sync"
 
 
 def ddp_parameters(ddp: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters DDP looks after, without those it was told to ignore."""
+    """The parameters that DDP handles, without those it was told to ignore."""
     return ddp._module_parameters
 
 
@@ -83,7 +83,7 @@ def has_comm_hook(ddp: DistributedDataParallel) -> bool:
 
 
 def has_learned_static_graph(ddp: DistributedDataParallel) -> bool:
-    """Whether this rank has run the backward pass that ``static_graph`` learns from; asked with ``static_graph`` only."""
+    """Whether this rank has run the backward pass that ``static_graph`` learns from; call it only with ``static_graph``."""
     return bool(ddp._static_graph_delay_allreduce_enqueued)
 
 
@@ -93,7 +93,7 @@ def divides_by_world_size(ddp: DistributedDataParallel) -> bool:
 
 
 def keep_divisor(ddp: DistributedDataParallel, stack: ExitStack) -> None:
-    """Have ``stack`` restore what ``join_hook`` says about the divisor."""
+    """Have ``stack`` restore the divisor setting that ``join_hook`` changes."""
     if _DIVISOR in ddp.__dict__:
         stack.callback(setattr, ddp, _DIVISOR, ddp.__dict__[_DIVISOR])
     else:
@@ -108,14 +108,14 @@ def set_buffer_source(ddp: DistributedDataParallel, rank: int) -> None:
 def answer_common_rank(
     ddp: DistributedDataParallel, answer: Callable[..., int], stack: ExitStack
 ) -> None:
-    """Tell DDP which rank's buffers to use, instead of letting it ask all ranks. Until ``stack`` ends."""
+    """Until ``stack`` ends, tell DDP which rank's buffers to use, instead of letting it ask all ranks."""
     _override(ddp, _COMMON_RANK, answer, stack)
 
 
 def answer_sync(
     ddp: DistributedDataParallel, answer: Callable[[bool], bool | None], stack: ExitStack
 ) -> None:
-    """Tell DDP whether a step exchanges gradients, instead of letting it ask all ranks. Until ``stack`` ends."""
+    """Until ``stack`` ends, tell DDP whether a step exchanges gradients, instead of letting it ask all ranks."""
     _override(ddp, _CHECK_SYNC, answer, stack)
 
 
@@ -125,7 +125,7 @@ def _override(ddp: Any, name: str, answer: Callable[..., Any], stack: ExitStack)
 
 
 def asks_for_sync(ddp: DistributedDataParallel) -> bool:
-    """Whether the ranks with inputs exchange gradients in this step; asked by a rank without."""
+    """Whether the ranks with inputs exchange gradients in this step; a rank without inputs asks this."""
     return bool(ddp._check_global_requires_backward_grad_sync(is_joined_rank=True))  # type: ignore[no-untyped-call]
 
 
@@ -153,8 +153,8 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 def empty_buckets(ddp: DistributedDataParallel) -> list[Any] | None:
     """DDP's gradient buckets (``torch.distributed.GradBucket``), filled with zeros.
 
-    None: DDP has not made a sparse one yet, which it does from the first gradient, and again after it has arranged the
-    buckets.
+    None if DDP has not made a sparse bucket yet: it makes one from the first gradient, and again after it has rearranged
+    the buckets.
     """
     try:
         return list(ddp.reducer._get_zeros_like_grad_buckets())
@@ -165,7 +165,7 @@ def empty_buckets(ddp: DistributedDataParallel) -> list[Any] | None:
 
 
 def has_sparse_gradients(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP expects sparse gradients; it knows them by these modules."""
+    """Whether DDP expects sparse gradients; it tells by these modules."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return any(isinstance(each, kinds) and each.sparse for each in ddp.module.modules())
 
@@ -173,8 +173,8 @@ def has_sparse_gradients(ddp: DistributedDataParallel) -> bool:
 def bucket_gradients(bucket: Any) -> list[torch.Tensor]:
     """The gradients in a bucket, one for each of its parameters, as views of the bucket's buffer.
 
-    ``GradBucket.gradients()`` has none for a sparse gradient, and the wrong halves of complex ones: the buffer holds
-    them as pairs of real numbers, and it counts the pairs as elements.
+    ``GradBucket.gradients()`` returns none for a sparse gradient, and the wrong halves of complex ones: the buffer holds
+    them as pairs of real numbers, but the method counts each pair as one element.
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
@@ -185,7 +185,7 @@ def bucket_gradients(bucket: Any) -> list[torch.Tensor]:
     flat = torch.view_as_complex(buffer.view(-1, 2))
     parts = flat.split([each.numel() for each in parameters])  # type: ignore[no-untyped-call]
     return [
-        # The layout of a parameter is that of its gradient, unless it has gaps.
+        # A gradient has its parameter's layout, unless that has gaps.
         part.as_strided(each.shape, each.stride()) if _is_dense(each) else part.view(each.shape)
         for part, each in zip(parts, parameters, strict=True)
     ]
@@ -234,7 +234,7 @@ def shard_owners(zero: Any) -> dict[torch.Tensor, int]:
 
 
 def has_scale(scaler: GradScaler) -> bool:
-    """Whether the scaler made its state; it does so with the first loss."""
+    """Whether the scaler has made its state, which it does at the first loss."""
     return scaler._scale is not None
 
 
@@ -247,13 +247,13 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store that the group's ranks share. Any: the stubs of torch's stores lack methods that the stores have."""
+    """The store that the group's ranks share. The type is Any because the stubs of torch's stores lack some methods."""
     return distributed_c10d._get_process_group_store(group)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The time limit of the group's collectives on this kind of device."""
-    # Any: the stubs know neither.
+    # Any: the stubs lack both.
     backend: Any = group._get_backend(device)
     timeout: timedelta = backend.options._timeout
     return timeout
@@ -263,9 +263,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call at the end of the backward pass that is running, after DDP has put its gradients in place."""
+    """Have ``call`` run at the end of the current backward pass, after DDP has put its gradients in place."""
     engine: Any = torch.autograd.Variable._execution_engine
-    # DDP queues its own call when its last bucket is full: later than now, but before the pass ends.
+    # DDP queues its own callback when its last bucket is full: later than now, but before the pass ends.
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 

@@ -2,10 +2,10 @@
 
 It does so in one of two places:
 
-- *at the parameters*, if nothing is exchanged between a module's outputs and its parameters: DDP. It does not matter
-  how the loss uses the outputs, and what a rank with factor zero computed may even be infinite.
+- *at the parameters*, if nothing is exchanged between a module's outputs and its parameters (DDP). How the loss uses
+  the outputs does not matter, and what a rank with factor zero computed may even be infinite.
 - *at the modules' outputs*, if ranks exchange something within backward (shards, statistics of a SyncBatchNorm,
-  tokens), which must be weighted by then. Every rank then runs forward and backward in every step (replay). A penalty
+  tokens) that must be weighted by then. Every rank then runs forward and backward in every step (replay). A penalty
   computed from the parameters themselves is not scaled: each rank adds all of it to the mean.
 
 A factor of 1 costs nothing: hooks are registered only for other factors.
@@ -52,7 +52,7 @@ class GradientScale:
         """Use this factor from now on. Outputs of earlier forward passes keep the factor they had.
 
         Args:
-            factor: of this rank's gradients.
+            factor: the factor for this rank's gradients.
             used_before: modules that have run backward since their last exchange (in ``no_sync()``).
         """
         self._factor = factor
@@ -88,10 +88,10 @@ class GradientScale:
         return _times(gradient, self._factor)
 
     def _withheld(self, module: nn.Module, gradients: Sequence[torch.Tensor | None]) -> Any:
-        # DDP exchanges which parameters were used, and takes those with a gradient for used. A replayed batch must not
-        # count: the optimizer would decay and move parameters that no other rank used. A sparse gradient stays, as
-        # DDP cannot do without; it has no rows.
-        # Nor where DDP has noted uses that it is still to tell: it cannot do without the gradients of those.
+        # DDP exchanges which parameters were used, and takes those with a gradient as used. A replayed batch must not
+        # count: the optimizer would decay and move parameters that no other rank used. A sparse gradient, which has no
+        # rows, is not withheld, because DDP needs it. Nor are gradients if DDP has noted uses that it has not told yet:
+        # it needs the gradients of those parameters.
         if self._factor or module in self._used_before:
             return None
         if any(each is not None and each.is_sparse for each in gradients):
@@ -120,7 +120,7 @@ class GradientScale:
 
 @contextmanager
 def _trainable(parameter: nn.Parameter) -> Iterator[None]:
-    """A parameter that is frozen now may be trained later in the same step, and keeps its hooks."""
+    """Let hooks be registered on a frozen parameter, which may be trained later in the same step and keeps its hooks."""
     before = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
@@ -137,7 +137,7 @@ def _notes_use(module: nn.Module) -> bool:
 
 
 def _scale(leaf: Any, *, factor: float, found: list[torch.Tensor]) -> Any:
-    """The leaf with its gradient scaled. What was scaled is added to ``found``."""
+    """The leaf with its gradient scaled. Adds each scaled tensor to ``found``."""
     if isinstance(leaf, torch.Tensor):
         if not leaf.requires_grad:
             return leaf
@@ -163,7 +163,7 @@ def _is_record(leaf: Any) -> bool:
 
 
 def _is_opaque(leaf: Any) -> bool:
-    """Whether a leaf may hold tensors where :func:`_scale` does not find them."""
+    """Whether a leaf may hold tensors that :func:`_scale` does not find."""
     plain = (torch.Tensor, dict, str, bytes, int, float, complex, type)
     return leaf is not None and not isinstance(leaf, plain) and not _is_record(leaf)
 
@@ -175,7 +175,7 @@ def _held_by(leaf: Any) -> Iterator[torch.Tensor]:
 
 
 def _times(gradient: torch.Tensor, factor: float) -> torch.Tensor:
-    # Not a product: a gradient to be ignored may be infinite.
+    # Multiplying by zero will not do: a gradient that is to be ignored may be infinite.
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 

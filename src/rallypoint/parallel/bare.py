@@ -1,11 +1,11 @@
 """Collectives without gradients: each takes a tensor and returns a new one, on any backend.
 
 [Note: Compiled] In a graph made by ``torch.compile``, a collective must be an operator without side effects that names
-its group by a string, so that the compiler may move it. torch has such operators, but under a private name. So each
-function here has two branches: torch's public functions, and in a graph those operators.
+its group by a string, so that the compiler may move it. torch has such operators, but only under a private name. So each
+function here has two branches: torch's public functions and, in a graph, those operators.
 
-[Note: Types] Neither Gloo nor NCCL supports 16-bit integers, and Gloo no 8-bit floats. Unsupported dtypes are moved as
-bytes, and summed in a wider dtype.
+[Note: Types] Neither Gloo nor NCCL supports 16-bit integers, and Gloo does not support 8-bit floats. Unsupported dtypes are
+moved as bytes and summed in a wider dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def needs_grad(x: Tensor) -> bool:
-    """Whether a backward pass may need the call; if not, it bypasses autograd."""
+    """Whether a backward pass may need this call; if not, the call bypasses autograd."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -79,7 +79,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def exchange_plainly(x: Tensor, group: Group) -> Tensor:
-    """:func:`exchange` without splits, of a tensor that :func:`is_plain`."""
+    """:func:`exchange` without splits, for a tensor that :func:`is_plain`."""
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
     return out
@@ -149,7 +149,7 @@ def broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     if x.dtype not in _KNOWN:
         return _from_bytes(broadcast(_as_bytes(x), src, group), x.dtype)
     if torch.compiler.is_compiling():
-        op = functional.broadcast  # it takes a rank of the group
+        op = functional.broadcast  # it takes the rank in the group
         return _compiled(op(x.contiguous(), src, _name(group)))
     out = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, _global(src, group), group=group)
@@ -174,7 +174,7 @@ def own_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def gather_numbers(numbers: Sequence[int], group: Group) -> list[list[int]]:
-    """Every rank's numbers, equally many from each, on every rank."""
+    """Every rank's numbers, the same count from each, on every rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=members.device_of(group))
     found: list[list[int]] = gather(own[None], 0, group).tolist()
     return found
@@ -185,7 +185,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor with its values in memory one after the other, as a backend reads them."""
+    """The tensor with its values contiguous in memory, as a backend reads them."""
     if x.is_complex():
         x = x.resolve_conj()
     if not torch.compiler.is_compiling():

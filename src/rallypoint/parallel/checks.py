@@ -20,7 +20,7 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
     """Check the types of a collective's arguments. In a compiled graph, check nothing.
 
     Raises:
-        ConfigError: an argument has a wrong type, or ``x`` a tangent.
+        ConfigError: an argument has a wrong type, or ``x`` has a tangent.
     """
     if torch.compiler.is_compiling():
         return
@@ -39,7 +39,7 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
         )
     tangent = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
     if tangent is not None and members.size_of(group) > 1:  # type: ignore[arg-type]  # for mypy it may be a number
-        # Otherwise the result would have this rank's tangent alone.
+        # Otherwise the result would have only this rank's tangent.
         raise ConfigError(
             "x",
             "a tensor with a tangent",
@@ -91,7 +91,7 @@ def check_call(
         dim: the dimension the collective works along. None: it has none, and ``x`` may be a scalar.
         everywhere: compare with the calls of the other ranks.
     Raises:
-        ConfigError: the call is invalid. With ``everywhere``, raised on all ranks, and names the ranks at fault.
+        ConfigError: the call is invalid. With ``everywhere``, it is raised on all ranks and names the ranks at fault.
     """
     size = members.size_of(group)
     if not everywhere:

@@ -19,14 +19,14 @@ from .bare import Group
 def all_gather(x: Tensor, group: Group = None, *, dim: int = 0, checks: bool = False) -> Tensor:
     """Concatenate the ranks' tensors along ``dim``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
+    Collective: all ranks of ``group`` call it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
         x: at least one dimension, any dtype, on the group's device; equal in shape and dtype on all ranks.
         group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
         dim: the dimension to concatenate along.
         checks: first compare the calls of all ranks. Costs one small all-gather.
     Returns:
-        Like ``x``, with ``dim`` times the number of ranks; parts in group-rank order.
+        Like ``x``, with ``dim`` multiplied by the number of ranks; parts in group-rank order.
     Raises:
         ConfigError: ``x`` has no dimension ``dim``; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
         RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
@@ -49,7 +49,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Sum the ranks' tensors, and give each rank its part along ``dim``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
+    Collective: all ranks of ``group`` call it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
         x: on the group's device; equal in shape and dtype on all ranks. ``dim`` must be a multiple of the number of ranks.
         group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
@@ -59,7 +59,7 @@ def reduce_scatter(
     Returns:
         Like ``x``, with ``dim`` divided by the number of ranks.
     Raises:
-        ConfigError: ``dim`` is not divisible, or ``op`` is invalid; with ``checks``, also: the ranks' calls differ; then raised on all ranks.
+        ConfigError: ``dim`` is not divisible, or ``op`` is invalid; with ``checks``, also on all ranks if their calls differ.
         RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
     Gradient: all-gather of the output's gradients (divided by the number of ranks for ``mean``): the
         gradient of the sum of all ranks' losses.
@@ -80,7 +80,7 @@ def all_reduce(
 ) -> Tensor:
     """Sum (or average) the ranks' tensors, with the result on every rank; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
+    Collective: all ranks of ``group`` call it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
         x: on the group's device; equal in shape and dtype on all ranks.
         group: default: the default group. In a group of one, or without a default group, ``x`` itself is returned.
@@ -105,7 +105,7 @@ def all_reduce(
 def broadcast(x: Tensor, src: int = 0, group: Group = None, *, checks: bool = False) -> Tensor:
     """Send the tensor of one rank to all ranks of the group; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until the tensor has arrived (NCCL: only the stream blocks).
+    Collective: all ranks of ``group`` call it, in the same order.   Blocks: until ``x`` arrives (NCCL: only the stream blocks).
     Args:
         x: on the group's device; equal in shape and dtype on all ranks. Its values matter on ``src`` only.
         src: the sender's rank *in the group*, unlike in ``torch.distributed.broadcast``.
@@ -186,7 +186,7 @@ def _total_at(x: Tensor, dst: int, group: Group) -> Tensor:
     return found
 
 
-# Each is another's gradient, or its own; so gradients of gradients work, too.
+# Each is another's gradient, or its own, so gradients of gradients work, too.
 # ctx is Any: torch has no public type for it.
 
 

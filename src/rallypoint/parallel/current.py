@@ -40,14 +40,14 @@ def init_parallelism(
         The mesh.
     Raises:
         ConfigError: a degree is not a whole number of at least 1; the degrees do not divide the number of ranks (the message
-            lists some that do); or there is a mesh already.
+            lists some that do); or this process already has a mesh.
     """
     given: dict[str, object] = {
         "model_parallelism": model_parallelism,
         "pipeline_parallelism": pipeline_parallelism,
     }
     for name, degree in given.items():
-        # A layout takes -1 for "the rest"; here, the rest is always data parallel.
+        # A layout accepts -1 for "the rest"; here, the rest is always data parallel.
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise ConfigError(name, degree, "expected a whole number, 1 or more")
     chosen = {"tp": mp_backend, "pp": pp_backend, "dp": dp_backend}
@@ -75,7 +75,7 @@ def set_current_mesh(mesh: ParallelMesh) -> ParallelMesh:
     Returns:
         ``mesh``.
     Raises:
-        ConfigError: ``mesh`` is not a :class:`ParallelMesh`, or this process has another mesh already.
+        ConfigError: ``mesh`` is not a :class:`ParallelMesh`, or this process already has another mesh.
     """
     given: object = mesh
     if not isinstance(given, ParallelMesh):
@@ -98,7 +98,7 @@ def current_mesh() -> ParallelMesh | None:
     """This process's mesh.
 
     Returns:
-        The mesh. None before one is created, and after it or its default group was destroyed.
+        The mesh. None before one is created, and after the mesh or its default group has been destroyed.
     """
     if _state.mesh is not None and not _state.mesh.stands:
         _state.mesh = None

@@ -31,7 +31,7 @@ def all_to_all(
 ) -> Tensor:
     """Exchange rows of ``x`` between the ranks of ``group``; differentiable.
 
-    Collective: every rank of ``group`` calls it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
+    Collective: all ranks of ``group`` call it, in the same order.   Blocks: until peers have sent (NCCL: only the stream blocks).
     Args:
         x: ``[rows, ...]``, any dtype, on the group's device. The first ``send_splits[0]`` rows go to rank 0 of the
             group, and so on. ``x`` need not be contiguous, and may have no rows.
@@ -104,7 +104,7 @@ def all_to_all_dynamic(
 def _exchange_splits(
     send_splits: Sequence[int] | Tensor, x: Tensor, group: Group, *, checks: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As numbers: this rank's splits, and what the other ranks send to it."""
+    """This rank's splits, and the numbers of rows that the other ranks send to it."""
     if not isinstance(send_splits, Tensor):
         send = checking.splits_of("send_splits", send_splits)
         checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=checks)
@@ -118,7 +118,7 @@ def _exchange_splits(
     size = members.size_of(group)
     if checks or size == 1 or len(own) != size:
         return _exchange_splits(own.tolist(), x, group, checks=checks)
-    # One wait for the device instead of two: both tensors are on it already.
+    # Wait for the device once instead of twice: both tensors are already there.
     both = torch.stack([own, bare.exchange(own, None, None, group)]).tolist()
     send, recv = tuple(both[0]), tuple(both[1])
     checking.check_call(ALL_TO_ALL_DYNAMIC, x, group, send_splits=send, everywhere=False)

@@ -1,4 +1,4 @@
-"""Degrees of parallelism as a grid of ranks: pure.
+"""Degrees of parallelism as a grid of ranks. Pure.
 
 The axes, outermost first:
 
@@ -22,7 +22,7 @@ from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
 
-# The grid, outermost first; "dp" is edp and ep together.
+# The grid's axes, outermost first; "dp" is edp and ep together.
 GRID = ("pp", "edp", "ep", "cp", "tp")
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
 
@@ -83,7 +83,7 @@ class ParallelLayout:
             )
 
     def resolve(self, world_size: int) -> ParallelLayout:
-        """Replace -1 by the actual degree.
+        """Replace -1 with the actual degree.
 
         Args:
             world_size: number of ranks in the job.
@@ -92,7 +92,7 @@ class ParallelLayout:
             The layout of this many ranks, without any -1.
 
         Raises:
-            ConfigError: the degrees do not multiply to ``world_size``, or do not divide it; the message lists some that do.
+            ConfigError: the product of the degrees is not ``world_size``, or does not divide it; the message lists some that fit.
         """
         _check_whole("world_size", world_size)
         degrees = self._degrees()
@@ -129,7 +129,7 @@ class ParallelLayout:
             The product of the axes' degrees.
 
         Raises:
-            ConfigError: an unknown axis, an axis named twice (``dp`` includes ``ep``), or a degree is -1.
+            ConfigError: an axis is unknown or named twice (``dp`` includes ``ep``), or a degree is -1.
         """
         sizes = self._sizes()
         return math.prod(sizes[axis] for axis in _grid_axes(axes))
@@ -174,7 +174,7 @@ class ParallelLayout:
         return ((pp * self.degree("dp") + dp) * self.cp + cp) * self.tp + tp
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along these axes only.
+        """The ranks that differ from ``rank`` only along these axes.
 
         Args:
             rank: a global rank.
@@ -184,7 +184,7 @@ class ParallelLayout:
             Global ranks in ascending order, ``rank`` included.
 
         Raises:
-            ConfigError: ``rank`` is not in the layout, an unknown axis, an axis named twice (``dp`` includes ``ep``), or a
+            ConfigError: ``rank`` is not in the layout, an axis is unknown or named twice (``dp`` includes ``ep``), or a
                 degree is -1.
         """
         along, here = _grid_axes(axes), self.coordinates(rank)
@@ -214,7 +214,7 @@ class ParallelLayout:
         return [sum(each) for each in itertools.product(*steps)]
 
     def _grid(self, along: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        """Each of these axes' size, and the distance between its neighbours in ranks; outermost first."""
+        """The size of each of these axes, and the distance in ranks between its neighbours; outermost first."""
         found, stride = {}, 1
         for axis, size in reversed(self._sizes().items()):
             found[axis] = (size, stride)

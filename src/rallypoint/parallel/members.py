@@ -1,4 +1,4 @@
-"""The members of a process group: their number, this process's rank, their global ranks."""
+"""The members of a process group: their number, their global ranks, and this process's rank."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 [Note: Names] torch numbers its groups, and the number is the group's prefix in the store. Ranks find each other only if
 all of them have counted alike, and a number used twice reads leftovers of its first use. So every rank creates every
-group of an axis, in the same order, including groups it is not in (for which ``new_group`` only counts). The generation is
+group of an axis, in the same order, including groups it is not in (for those, ``new_group`` only counts). The generation is
 part of each group's description, which logs and flight recorders show; the launcher keeps generations' stores apart.
 """
 
@@ -28,7 +28,7 @@ from .layout import AXES, GRID, ParallelLayout
 
 # The groups `build` creates by default: each axis, and the ranks that average gradients.
 STANDARD: tuple[tuple[str, ...], ...] = (*((axis,) for axis in AXES), ("dp", "cp"))
-# Seconds (31 years): torch could not count many more.
+# Seconds (31 years): torch cannot count many more.
 _FOREVER = 1e9
 
 
@@ -41,8 +41,8 @@ class ParallelMesh:
         model = fully_shard(model, mesh=mesh.device_mesh("dp"))
 
     Creating a mesh does not communicate. Groups are created by :meth:`build`, all at once, or by the first :meth:`group`
-    call that needs them. Both are collective over *all ranks of the job*, not only over the group's members: each rank
-    asks for the same axes in the same order. Asking again for an existing group costs nothing.
+    call that needs them. Both are collective over *all ranks of the job*, not only over the group's members: every rank
+    must ask for the same axes in the same order. Asking again for an existing group costs nothing.
 
     Axes share groups where they can: an axis without a backend of its own is the default group if all other
     degrees are 1, and all axes of degree 1 share one group that holds only this rank.
@@ -52,14 +52,14 @@ class ParallelMesh:
 
     Args:
         layout: the degrees of parallelism. Any -1 is resolved.
-        backends: backends by axis, where they differ from the default group's: ``{"dp": "gloo"}``. Joined axes use the
+        backends: backends by axis, if they differ from the default group's: ``{"dp": "gloo"}``. Joined axes use the
             backend of the first named axis that has one. ``ep`` and ``edp`` use that of ``dp`` unless they have their own.
-        device_type: for :meth:`device_mesh`. Default: the device type of the default group's backend.
-        generation: shown in the groups' descriptions. Default: ``RALLY_GENERATION``, else 0.
+        device_type: the device type for :meth:`device_mesh`. Default: that of the default group's backend.
+        generation: a number to show in the groups' descriptions. Default: ``RALLY_GENERATION``, or 0 if that is not set.
         timeout: time limit of the groups' collectives, in seconds. Default: the default group's.
 
     Raises:
-        ConfigError: the layout does not fit the number of ranks; an unknown axis or backend; or an argument of a wrong type.
+        ConfigError: the layout does not fit the number of ranks; an axis or backend is unknown; or an argument has a wrong type.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ParallelMesh:
         self._groups: dict[tuple[tuple[str, ...], str | None], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[tuple[str, ...], tuple[str, ...]], DeviceMesh] = {}
         self._destroyed = False
-        self._first = self.layout  # that the groups were made for
+        self._first = self.layout  # the layout that the groups were made for
         are_gloo = set(self._backends.values()) <= {"gloo"}
         self._resizing = _Resizing(weakref.ref(self), are_gloo=are_gloo)
         resizable.register(self._resizing)
@@ -157,9 +157,9 @@ class ParallelMesh:
         return None
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of this rank and the ranks that differ from it along these axes only.
+        """The process group of this rank and the ranks that differ from it only along these axes.
 
-        Collective: over all ranks of the job if these axes have no group yet (see the class); else no communication.
+        Collective: over all ranks of the job if these axes have no group yet (see the class); otherwise no communication.
         Blocks: if it creates the group, until its members have connected.
         Args:
             axes: one axis, or several to join: gradients are averaged over ``group("dp", "cp")``.
@@ -234,7 +234,7 @@ class ParallelMesh:
                     "call torch.distributed.init_process_group() before creating the mesh",
                 )
             groups.append(group)
-        # peers() uses the order of the grid, whatever the order of the axes here.
+        # peers() uses the grid's order, whatever the order of the axes here.
         order = sorted(range(len(axes)), key=lambda i: _place(axes[i]))
         grid = ranks.view([self.degree(axes[i]) for i in order])
         grid = grid.permute([order.index(i) for i in range(len(axes))]).contiguous()
@@ -295,7 +295,7 @@ class ParallelMesh:
             )
 
     def _moving(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the axes, as axes of the grid, that have more than one rank."""
+        """Those of the axes, as grid axes, that have more than one rank."""
         self.layout.degree(*axes)  # raises for unknown axes
         parts = {part for axis in axes for part in (("edp", "ep") if axis == "dp" else (axis,))}
         return tuple(axis for axis in GRID if axis in parts and self._first.degree(axis) > 1)
@@ -314,15 +314,15 @@ class ParallelMesh:
             if self.rank in ranks:
                 own = made
         assert own is not None, "every rank is in exactly one group"
-        # Without this, a connected rank could destroy the group while another is still connecting to it, which would
-        # then fail. (NCCL connects when a group is first used.)
+        # Without this barrier, a connected rank could destroy the group while another is still connecting, whose attempt
+        # would then fail. (NCCL connects when a group is first used.)
         if own.size() > 1 and members.device_of(own).type == "cpu":
             dist.barrier(own)
         return own
 
 
 class _Resizing:
-    """A mesh in an elastic session that goes on with another number of ranks."""
+    """Adapts a mesh when an elastic session goes on with another number of ranks."""
 
     def __init__(self, mesh: weakref.ref[ParallelMesh], *, are_gloo: bool) -> None:
         self._mesh = mesh
@@ -361,6 +361,6 @@ def _seconds(timeout: float) -> float:
 
 
 def _timeout_of_default() -> float | None:
-    """The default group's time limit, in seconds: torch would give new groups its own default of half an hour."""
+    """The default group's time limit, in seconds; torch would give new groups its own default of half an hour."""
     world = dist.group.WORLD
     return None if world is None else torch_private.timeout_of(world, members.device_of(None))

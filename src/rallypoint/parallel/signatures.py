@@ -1,7 +1,7 @@
-"""What each rank is about to do in a collective, and where the ranks' calls do not match: pure.
+"""What each rank is about to do in a collective, and where the ranks' calls do not match. Pure.
 
-A signature describes one rank's call: the collective, the tensor's shape and dtype, the splits. Encoded as a list of
-numbers, its length depends only on the size of the group, so ranks can exchange it whatever they are about to do.
+A signature describes one rank's call: the collective, the tensor's shape and dtype, the splits. It is encoded as a list of
+numbers whose length depends only on the size of the group, so ranks can exchange it whatever they are about to do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
-# How many dimensions are encoded; of a tensor with more, only their number is.
+# How many dimensions are encoded; for the dimensions beyond them, only the total number is.
 _DIMS = 8
 _NO_DIM = 2**31
 # A string is encoded as this many numbers of this many bytes; 7 bytes fit into a signed 64-bit integer.
@@ -27,7 +27,7 @@ class Signature:
 
     Args:
         operation: the function's name.
-        settings: anything else that must be equal on all ranks, as text (``sum``).
+        settings: any other text that must be equal on all ranks (``sum``).
         dim: the dimension to gather or divide. None: the collective has none.
         divided: whether each rank gets an equal part of ``dim``.
         src: the sender's rank in the group, for collectives with one sender.
@@ -52,7 +52,7 @@ class Signature:
     recv_splits: tuple[int, ...] | None = None
 
     def encode(self, size: int) -> list[int]:
-        """Encode as numbers; equally many for every call in a group of ``size`` ranks."""
+        """Encode as numbers, the same count for every call in a group of ``size`` ranks."""
         dim = _NO_DIM if self.dim is None else self.dim
         found = [int(self.needs_grad), int(self.divided), dim, self.src]
         found += [len(self.shape), *_padded(self.shape, _DIMS)]
@@ -100,7 +100,7 @@ class Signature:
 def find_problem(signatures: Sequence[Signature], ranks: Sequence[int]) -> str | None:
     """Why these calls do not form one collective; None if they do.
 
-    Returns the same text on every rank, since it depends on nothing but the signatures.
+    Returns the same text on every rank, since it depends only on the arguments.
 
     Args:
         signatures: one for each rank, in group-rank order.
@@ -145,7 +145,7 @@ def find_problem(signatures: Sequence[Signature], ranks: Sequence[int]) -> str |
 
 
 def own_problem(signature: Signature, size: int) -> str | None:
-    """What is wrong with one rank's call, taken alone, in a group of ``size`` ranks; None if nothing is."""
+    """What is wrong with one rank's call on its own, in a group of ``size`` ranks; None if nothing is."""
     shape, dim = signature.shape, signature.dim
     if dim is not None and not -len(shape) <= dim < len(shape):
         return f"x of shape {list(shape)} has no dimension {dim}"

@@ -2,8 +2,8 @@
 
 [Note: Replicated] Between such layers, every rank of the group holds the same tensor, and in the end computes the
 same loss, which counts *once*. So the gradients differ from those of ``all_reduce`` and ``all_gather`` ([Note:
-Gradients]): a gradient that is equal on all ranks is not summed again, and one of which each rank has a part is
-summed. The two operations of a pair are each other's backward pass:
+Gradients]): a gradient that is equal on all ranks is not summed again, and a gradient of which each rank has only a
+part is summed. The two operations of a pair are each other's backward pass:
 
     copy_to      forward: identity              backward: sum over ranks
     reduce_from  forward: sum over ranks        backward: identity
@@ -18,8 +18,8 @@ A layer divided by columns starts with ``copy_to``: each rank computes some of t
 them. A layer divided by rows ends with ``reduce_from``: each rank computes a partial sum. With sequence parallelism,
 the tensor between layers is divided along the sequence, and the last pair replaces the first.
 
-Source: Megatron-LM (arXiv 1909.08053, where the first pair is called f and g), and with sequence
-parallelism arXiv 2205.05198 (there g and g with a bar).
+Source: Megatron-LM (arXiv 1909.08053, where the first pair is called f and g) and, with sequence
+parallelism, arXiv 2205.05198 (where the last pair is called g and g with a bar).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def copy_to(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
         A view of ``x``.
     Raises:
         ConfigError: ``x`` or ``group`` has a wrong type; with ``checks``, also: the ranks' calls differ.
-    Gradient: all-reduce (sum) of the output's gradients: the gradient of one loss with respect to the shared ``x``.
+    Gradient: all-reduce (sum) of the output's gradients, which is the gradient of one loss with respect to the shared ``x``.
     """
     checking.check_types(x, group)
     checking.check_call("copy_to", x, group, dim=None, everywhere=checks)
@@ -57,8 +57,8 @@ def copy_to(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
 def reduce_from(x: Tensor, group: Group = None, *, checks: bool = False) -> Tensor:
     """Sum ``x`` over ``group``, and pass its gradient on unchanged. Use after a layer divided by rows.
 
-    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers have sent
-    (NCCL: only the stream blocks).
+    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers
+    have sent (NCCL: only the stream blocks).
     Args:
         x: this rank's partial sum; equal in shape and dtype on all ranks.
         group, checks: as in :func:`copy_to`.
@@ -67,7 +67,7 @@ def reduce_from(x: Tensor, group: Group = None, *, checks: bool = False) -> Tens
     Raises:
         ConfigError: ``x`` or ``group`` has a wrong type; with ``checks``, also: the ranks' calls differ.
         RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
-    Gradient: the output's gradient: that of one loss, which all ranks compute alike from the sum.
+    Gradient: the output's gradient, which is that of one loss, since all ranks compute the same loss from the sum.
     """
     checking.check_types(x, group)
     checking.check_call("reduce_from", x, group, dim=None, everywhere=checks)
@@ -85,10 +85,10 @@ def scatter_to(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = 
         group, checks: as in :func:`copy_to`.
         dim: the dimension to divide.
     Returns:
-        A copy, like ``x`` with ``dim`` divided by the number of ranks.
+        A copy of this rank's part: like ``x``, with ``dim`` divided by the number of ranks.
     Raises:
         ConfigError: ``dim`` is not divisible; with ``checks`` also: the ranks' calls differ; then raised on all ranks.
-    Gradient: all-gather of the parts' gradients: the gradient of one loss with respect to the shared ``x``.
+    Gradient: all-gather of the parts' gradients, which is the gradient of one loss with respect to the shared ``x``.
     """
     checking.check_types(x, group, dim)
     checking.check_call("scatter_to", x, group, dim=dim, divided=True, everywhere=checks)
@@ -100,18 +100,18 @@ def scatter_to(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = 
 def gather_from(x: Tensor, group: Group = None, *, dim: int = -1, checks: bool = False) -> Tensor:
     """Concatenate the ranks' parts along ``dim``. Use after a layer divided by columns.
 
-    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers have sent
-    (NCCL: only the stream blocks).
+    Collective: every rank of ``group`` calls it, in the same order; the backward pass is not collective.   Blocks: until peers
+    have sent (NCCL: only the stream blocks).
     Args:
         x: this rank's part; equal in shape and dtype on all ranks.
         group, checks: as in :func:`copy_to`.
         dim: the dimension to concatenate along.
     Returns:
-        Like ``x``, with ``dim`` times the number of ranks; equal on all ranks.
+        Like ``x``, with ``dim`` multiplied by the number of ranks; equal on all ranks.
     Raises:
         ConfigError: ``x`` has no dimension ``dim``; with ``checks`` also: the ranks' calls differ; then raised on all ranks.
         RuntimeError: from the backend: a peer died, or did not call within the group's timeout.
-    Gradient: this rank's part of the output's gradient: that of one loss, which all ranks compute alike from the whole.
+    Gradient: this rank's part of the output's gradient, which is that of one loss, since all ranks compute the same loss.
     """
     checking.check_types(x, group, dim)
     checking.check_call("gather_from", x, group, dim=dim, everywhere=checks)

@@ -1,6 +1,6 @@
-"""Who is in this round, with which rank, over which store.
+"""Which nodes are in this round, with which ranks, over which store.
 
-Handlers are made by the name of their backend (:data:`rendezvous_handler_registry`). A backend of one's own is a
+:data:`rendezvous_handler_registry` makes a handler from the name of its backend. To add a backend, write a
 :class:`Backend` that gives the job a :class:`Store`.
 """
 
@@ -27,7 +27,7 @@ from .registry import (
 from .store import Store
 
 
-# torch's name for it: programs that catch it keep working.
+# torch's name for it, so that programs that catch it keep working.
 RendezvousTimeoutError = RendezvousTimeout
 
 __all__ = [

@@ -18,7 +18,7 @@ class Member:
     Args:
         rank: its node rank in this round.
         host: its host name.
-        facts: what it told the other nodes (JSON values): number of workers, address of its store.
+        facts: what it told the other nodes (JSON values), such as its number of workers or its store's address.
     """
 
     rank: int
@@ -31,8 +31,8 @@ class RendezvousStoreInfo:
     """Where the workers of a round find their own store (``MASTER_ADDR``, ``MASTER_PORT``).
 
     Args:
-        master_addr: name or address of its host.
-        master_port: its port.
+        master_addr: name or address of the store's host.
+        master_port: the store's port.
     """
 
     MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
@@ -52,10 +52,10 @@ class RendezvousStoreInfo:
 
         Collective over the nodes.   Blocks: until node 0 has written, at most as long as the store waits for a key.
         Args:
-            rank: of this node.
+            rank: this node's rank.
             store: a c10d store that all nodes share.
             local_addr: the address by which the others reach this node; default: its host name.
-            server_port: default: a port that is free on this node now.
+            server_port: the port; default: one that is free on this node now.
         Returns:
             The address and port that node 0 wrote.
         """
@@ -77,12 +77,12 @@ class RendezvousInfo:
     """One agreed membership. Unpacks as ``(store, rank, world_size)``; ranks count nodes.
 
     Args:
-        store: a c10d store with a new set of keys in each round, if the handler was made by the name of its
-            backend; else the backend's own :class:`Store`.
-        rank: of this node.
+        store: a c10d store with a new set of keys in each round, if the handler was made from the name of its
+            backend; otherwise the backend's own :class:`Store`.
+        rank: this node's rank.
         world_size: number of nodes.
-        bootstrap_store_info: where workers meet, if the nodes agreed on that; else None.
-        members: all of them, by rank.
+        bootstrap_store_info: where workers meet, if the nodes agreed on that; otherwise None.
+        members: all nodes of the round, by rank.
         generation: the round's number.
     """
 
@@ -105,12 +105,12 @@ class RendezvousHandler(ABC):
         """Name of the backend.
 
         Returns:
-            As it is registered.
+            The name it is registered under.
         """
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may be clients of a store that an agent serves, at ``bootstrap_store_info``.
+        """Whether workers may be clients of a store that an agent serves at ``bootstrap_store_info``.
 
         False, as in torch, unless a handler says otherwise.
         """

@@ -1,7 +1,7 @@
-"""What a rendezvous backend says about itself, and what it is told about a job. Pure.
+"""How a rendezvous backend describes itself, and what it is told about a job. Pure.
 
-A backend is one file with a :class:`Backend`, named in a table (:mod:`.catalogue`) or in an entry point. The command
-line, ``--help``, error texts, endpoints and torchrun's plug-in all read it; nothing else knows a backend's name.
+A backend is one file with a :class:`Backend`, listed in a table (:mod:`.catalogue`) or in an entry point. The command
+line, ``--help``, error texts, endpoints and torchrun's plug-in all read it; no other code knows a backend's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostPort:
 
     Args:
         host: a name or an address; IPv6 without brackets.
-        port: 0 to 65535; 0 means any free one, which only the host itself can choose.
+        port: 0 to 65535; 0 means any free port, which only the host itself can choose.
     """
 
     host: str
@@ -41,14 +41,14 @@ class Endpoint:
     """Where nodes meet, parsed. ``str()`` is the URL, without the password.
 
     Args:
-        scheme: the URL's, such as ``tcp``, ``etcds`` or ``file``.
+        scheme: the URL's scheme, such as ``tcp``, ``etcds`` or ``file``.
         backend: name of the backend that serves such endpoints, such as ``tcpstore``.
         hosts: the hosts in the order given; empty for schemes that take a path or a name.
-        path: the absolute path or the name, for schemes that take one; else empty.
+        path: the absolute path or the name, for schemes that take one; otherwise empty.
         user: the user name before the ``@``, or None.
         password: the password, or None; never shown by ``repr`` and ``str``.
         options: what follows the ``?``, unchecked: only the backend knows what it means.
-        tls: whether the scheme stands for an encrypted connection.
+        tls: whether the scheme means an encrypted connection.
     """
 
     scheme: str
@@ -81,10 +81,10 @@ class Scheme:
         name: ``etcds`` in ``etcds://node0:2379``.
         example: a whole endpoint, for help and errors.
         takes: what follows: ``hosts`` (``HOST[:PORT],…``), an absolute ``path``, or a ``name``.
-        default_port: port of hosts that are given without one; needed with ``hosts``.
+        default_port: the port of hosts that are given without one; required with ``hosts``.
         tls: whether connections are encrypted.
         users: whether ``USER:PASSWORD@`` may precede the hosts.
-        mistaken: schemes that users write when they mean this one, for the error.
+        mistaken: schemes that users write when they mean this one, for the error message.
 
     Raises:
         ConfigError: a field cannot work.
@@ -114,7 +114,7 @@ class Meeting:
     Args:
         endpoint: where the nodes meet.
         run_id: the job's name, any text.
-        options: the backend's own options that were given, by name, in the types it declared.
+        options: those of the backend's own options that were given, by name, in their declared types.
         lease: seconds of silence after which a connection counts as lost.
         mark_end: whether a lasting store should record the end of the job for late nodes.
         secret: the secret that all nodes of the job share, or None.
@@ -122,7 +122,7 @@ class Meeting:
         bind: address that a store served here listens on; ``*``: all; None: the endpoint's.
         prepare: makes the server of a store served here; None: this process serves it.
         say: prints a line to the user; None: it is logged.
-        flag: what the endpoint was given with, for errors.
+        flag: the flag that the endpoint was given with, for errors.
 
     Raises:
         ConfigError: the job's name cannot be part of a key.
@@ -158,15 +158,15 @@ class Backend:
     """A rendezvous backend, as the rest of Rallypoint sees it.
 
     Args:
-        name: as in ``--rdzv-backend``.
+        name: its name in ``--rdzv-backend``.
         help: what it is, in one phrase for ``--help``.
-        schemes: its endpoints; the first one is meant if an endpoint is written without.
-        home: gives the store of a job. It connects to nothing yet, but raises ConfigError for what cannot work.
-            It should import what it needs itself: descriptors are loaded for ``--help`` as well.
+        schemes: its endpoints' schemes; the first applies to an endpoint written without one.
+        home: returns the home of a job's store. It connects to nothing yet, but raises ConfigError for what cannot work.
+            It should do its own imports when called: descriptors are loaded for ``--help`` as well.
         aliases: other names in ``--rdzv-backend``.
         options: what the endpoint's ``?NAME=VALUE`` and ``--rdzv-conf`` may set.
         served: one of the job's nodes serves the store.
-        given_ranks: each node has its rank beforehand, and node 0 serves the store.
+        given_ranks: each node knows its rank beforehand, and node 0 serves the store.
         one_process: all nodes are threads of one process, for tests.
 
     Raises:
@@ -196,7 +196,7 @@ class Backend:
         """The option of this name, which in ``--rdzv-conf`` may be an alias.
 
         Args:
-            name: as written.
+            name: the name as written.
             in_url: it was part of the endpoint, where aliases do not count.
         Returns:
             The option; None if there is none.

@@ -1,6 +1,6 @@
-"""Any of our stores as a ``torch.distributed.Store``: for process groups, and for code that wants c10d's.
+"""Any of our stores as a ``torch.distributed.Store``: for process groups, and for code that needs c10d's type.
 
-The class subclasses torch's, so it is made when it is first asked for: importing this file imports no torch.
+The class subclasses torch's, so it is created on first use: importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 
-# What c10d waits for a key unless told otherwise.
+# How long c10d waits for a key unless told otherwise (seconds).
 DEFAULT_TIMEOUT = 300.0
-# c10d holds the C++ half of a store and calls its Python half; it keeps only the former alive. So a
-# PrefixStore over a store that nobody else refers to would fail its first call ("Not implemented").
+# c10d holds the C++ half of a store and calls its Python half, but keeps only the C++ half alive. So a
+# PrefixStore over a store with no other reference would fail its first call ("Not implemented").
 _IN_USE: set[Any] = set()
 
 
 def c10d_store(store: Store, timeout: float = DEFAULT_TIMEOUT) -> TorchStore:
-    """``store`` as c10d's: goes under ``PrefixStore`` and into ``init_process_group(store=…)``.
+    """``store`` as a c10d store, for ``PrefixStore`` and ``init_process_group(store=…)``.
 
-    It takes ``store`` over, and stays alive until its ``close()``, or until the process ends.
+    The result takes ownership of ``store`` and stays alive until its ``close()`` or until the process exits.
 
     Args:
-        store: a connection nobody else uses.
+        store: a connection that nothing else uses.
         timeout: seconds that ``get`` and ``wait`` wait for a key; ``set_timeout`` changes it.
     """
     made: TorchStore = _store_class()(store, timeout)
@@ -46,7 +46,7 @@ def _store_class() -> type[Any]:
     import torch.distributed as dist
 
     class C10dStore(dist.Store):  # type: ignore[name-defined, misc]  # torch re-exports it by *
-        """Raises what c10d does: ``DistStoreError`` if a key does not come, ``DistNetworkError`` for a lost store."""
+        """Raises what c10d does: ``DistStoreError`` if a key does not appear, ``DistNetworkError`` for a lost store."""
 
         def __init__(self, store: Store, timeout: float) -> None:
             super().__init__()
@@ -116,7 +116,7 @@ def _store_class() -> type[Any]:
             self.wait(keys)
             with _as_c10d(dist):
                 held = self._store.get_many(keys)
-            # A key that was removed just now is waited for again.
+            # Wait again for a key that was removed since.
             return [
                 self.get(key) if value is None else value
                 for key, value in zip(keys, held, strict=True)
@@ -135,7 +135,7 @@ def _store_class() -> type[Any]:
                     return
 
         def has_extended_api(self) -> bool:
-            """append, multi_get and multi_set."""
+            """Whether append, multi_get and multi_set work."""
             return isinstance(self._store, ComparingStore)
 
         def clone(self) -> Any:

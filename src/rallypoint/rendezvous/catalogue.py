@@ -1,14 +1,14 @@
-"""The rendezvous backends there are, by name and by scheme: built in, registered, and plugged in.
+"""All rendezvous backends, by name and by scheme: built in, registered, and plugged in.
 
-To add a built-in one, write its file and name its :class:`~.backend.Backend` in :data:`BUILT_IN`. A package declares one
-by an entry point of the group :data:`BACKENDS`:
+To add a built-in backend, write its file and list its :class:`~.backend.Backend` in :data:`BUILT_IN`. A package declares
+one with an entry point of the group :data:`BACKENDS`:
 
     [project.entry-points."rallypoint.rendezvous_backends"]
     redis = "my_package.backend:REDIS"
 
-[Note: Two groups] Help, error texts and unknown schemes need the descriptors of all plug-ins, so all are imported. The
-creators of the older group (:mod:`.registry`) may import torch, and one is imported only when its name is asked for. Hence
-a group of its own: a package that is in it promises to be cheap to import.
+[Note: Two groups] Help, error texts and unknown schemes need the descriptors of all plug-ins, so all are imported. A
+creator of the older group (:mod:`.registry`) may import torch, and is imported only when its name is asked for. Hence
+the separate group: a package in it promises to be cheap to import.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
-# module:attribute. An endpoint without a scheme is the first one's.
+# module:attribute. An endpoint without a scheme belongs to the first backend.
 BUILT_IN = (
     "rallypoint.rendezvous.backends.tcp:TCPSTORE",
     "rallypoint.rendezvous.backends.tcp:STATIC",
@@ -47,7 +47,7 @@ class Catalogue:
     """Backends by name and scheme.
 
     Args:
-        built_in: ``module:attribute`` of descriptors; imported with the first question.
+        built_in: ``module:attribute`` of descriptors, which are imported at the first query.
         group: the entry-point group of plug-ins, or None for none.
     """
 
@@ -64,14 +64,14 @@ class Catalogue:
         return self._loaded
 
     def backends(self) -> tuple[Backend, ...]:
-        """All of them. A plug-in that cannot be loaded is logged and left out."""
+        """All backends. A plug-in that cannot be loaded is logged and left out."""
         return (*self.built_in(), *self._registered, *self._plug_ins())
 
     def register(self, backend: Backend) -> None:
-        """Add a backend; the same one again does nothing.
+        """Add a backend; adding the same one again does nothing.
 
         Raises:
-            ConfigError: another one has its name.
+            ConfigError: another backend has its name.
         """
         names = {backend.name, *backend.aliases}
         for other in (*self.built_in(), *self._registered):
@@ -116,7 +116,7 @@ class Catalogue:
         return endpoints.parse(text, known, backend, default_port=default_port, flag=flag)
 
     def _points(self) -> Iterator[EntryPoint]:
-        """Entry points, none of them imported. Asked anew: packages come and go."""
+        """The entry points, none of them imported. They are read each time, because packages come and go."""
         taken = {name for each in self.built_in() for name in (each.name, *each.aliases)}
         return entry_points(self._group, taken)
 
@@ -129,7 +129,7 @@ class Catalogue:
 
 
 def entry_points(group: str | None, taken: set[str]) -> Iterator[EntryPoint]:
-    """The entry points of a group, but for those whose name is a built-in backend's."""
+    """The entry points of a group, except those that have a built-in backend's name."""
     if group is None:
         return
     for point in declared(group):
@@ -141,7 +141,7 @@ def entry_points(group: str | None, taken: set[str]) -> Iterator[EntryPoint]:
 
 
 def only(name: str, points: Sequence[EntryPoint]) -> EntryPoint:
-    """The one entry point of a name.
+    """The only entry point of this name.
 
     Raises:
         ConfigError: there are several.
@@ -157,7 +157,7 @@ def only(name: str, points: Sequence[EntryPoint]) -> EntryPoint:
 
 
 def load(point: EntryPoint, is_right: Callable[[Any], bool], expected: str) -> Any:
-    """What an entry point stands for.
+    """The object that an entry point refers to.
 
     Raises:
         RendezvousError: it cannot be loaded, or is not what was ``expected``.
@@ -198,15 +198,15 @@ def _attribute(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# The one that `rally run` asks.
+# The catalogue that `rally run` uses.
 catalogue = Catalogue(BUILT_IN, group=BACKENDS)
 
 
 def register_backend(backend: Backend) -> None:
-    """Make a backend known in this process; packages declare theirs by an entry point instead.
+    """Make a backend known in this process; packages declare theirs with an entry point instead.
 
     Args:
-        backend: its descriptor; the same one again does nothing.
+        backend: its descriptor; registering the same one again does nothing.
     Raises:
         ConfigError: another backend has its name.
     """
@@ -223,14 +223,14 @@ def parse_endpoint(
     """Parse where nodes meet. Looks nothing up: neither hosts nor files.
 
     Args:
-        text: a URL such as ``tcp://node0:29400``, or what is short for one; blanks around it do not count.
+        text: a URL such as ``tcp://node0:29400``, or a short form of one; surrounding blanks are ignored.
         backend: the name of a backend; None: the URL decides (``tcpstore`` if it has no scheme).
-        default_port: of hosts that are given without one; None: the scheme's (29400 for tcp, 2379 for etcd).
-        flag: what the user set it with, for the error.
+        default_port: the port of hosts that are given without one; None: the scheme's (29400 for tcp, 2379 for etcd).
+        flag: the flag that the user set it with, for the error.
     Returns:
         The endpoint.
     Raises:
-        ConfigError: it cannot be understood, or contradicts ``backend``. A password is not shown.
+        ConfigError: the text cannot be understood, or contradicts ``backend``. A password is not shown.
         RendezvousError: the plug-in ``backend`` cannot be loaded.
     """
     wanted = None

@@ -1,4 +1,4 @@
-"""A node's connection to the job's store, wherever that is now: found again when lost, followed when it has moved."""
+"""A node's connection to the job's store, wherever the store is now: found again when lost, followed when it moves."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Standing:
     """What a node knows of itself and of the rounds so far.
 
     Attributes:
-        node: between two rounds.
-        plan: of the last round that it was a member of; empty before.
-        latest: the latest plan it has seen: a spare, too, must know where the store may move.
+        node: this node between two rounds.
+        plan: the plan of the last round that it was a member of; empty before its first.
+        latest: the latest plan it has seen, because a spare, too, must know where the store may move.
     """
 
     node: Node
@@ -50,15 +50,15 @@ class Standing:
 
 
 class Connection:
-    """The connection. Calls block as the store's do.
+    """The connection. Its calls block as the store's do.
 
     Args:
         home: where the store is.
-        codec: of the job's records.
-        standing: shared with the rendezvous. The stores that have ended are noted here.
-        guestbook: in which this node introduces itself.
+        codec: the codec of the job's records.
+        standing: shared with the rendezvous; stores that are no longer served are noted here.
+        guestbook: where this node introduces itself.
         departures: the members of the last round that are gone.
-        watch: stopped before the connection is closed; it has clones of it.
+        watch: stopped before the connection is closed, because it holds clones of the connection.
         stop: ends all waits.
         say: prints a line to the user.
     """
@@ -83,12 +83,12 @@ class Connection:
         self._watch = watch
         self._stop = stop
         self._say = say
-        self._moves = 0  # of the store, before it came to where it is now
-        self._unsettled = False  # has come to the store, and was in no round yet
-        self._elsewhere = False  # led to another store, which need not know our last round
+        self._moves = 0  # how often the store had moved when it came to where it is now
+        self._unsettled = False  # counted as having come to the store, but not as settled
+        self._elsewhere = False  # redirected to another store, which may not know our last round
         self.records: RecordStore | None = None  # None: not connected
-        self.moved = False  # since the last round
-        self.is_new = False  # what nodes had noted in the store before is not in this one
+        self.moved = False  # whether the store has moved since the last round
+        self.is_new = False  # what nodes noted in the previous store is not in this one
 
     def open(self, deadline: Deadline) -> RecordStore:
         """The records in the store; connects first if necessary."""
@@ -107,47 +107,47 @@ class Connection:
         return self.records
 
     def close(self, *, leaving: bool) -> None:
-        """Stop watching and disconnect. ``leaving``: in good order."""
+        """Stop watching and disconnect. ``leaving``: this node leaves in good order."""
         self._watch.stop(leaving=leaving)
         if self.records is not None:
             self.records.close()
             self.records = None
 
     def interrupt(self) -> None:
-        """End pending waits, from another thread: the store is lost."""
+        """End pending waits, from another thread, because the store is lost."""
         if (records := self.records) is not None:
             records.close()
 
     def begin_round(self) -> None:
-        """This node is a member of a round that has formed."""
+        """Note that this node is a member of a round that has formed."""
         self.moved = self.is_new = False
         self._count_settled()
 
     def settle(self) -> bool:
-        """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
+        """Record that this node no longer waits for a round. Returns whether no other node at this store waits, either."""
         settled = self._count_settled()
         return self.records is not None and 0 < settled >= self.records.count("came")
 
     def _count_settled(self) -> int:
-        """How many have settled, with this node; 0 if it had before."""
+        """Count this node as settled. Returns how many have settled, or 0 if it was counted before."""
         if self.records is None or not self._unsettled:
             return 0
         self._unsettled = False
         return self.records.increment("settled")
 
     def note_store(self, body: Mapping[str, Any] | None) -> None:
-        """The record ``store`` was read."""
+        """Note the record ``store``, which was read."""
         self._moves = notes.age(None, body).moves
 
     def check_membership(self, records: RecordStore) -> None:
-        """After a redirect, this node is a member only if that store has the same last round."""
+        """After a redirect, keep this node's membership only if the new store has the same last round."""
         standing = self._standing
         generation = standing.node.generation
         if not self._elsewhere or generation is None:
             return
         self._elsewhere = False
         (plan,) = records.look([f"{generation}/plan"])
-        # A plan that was copied into an empty store has a mark after its author's name.
+        # A plan that was copied into an empty store has a "+" after its author's name.
         theirs, ours = (str(each.get("by")).rstrip("+") for each in (plan or {}, standing.plan))
         if theirs != ours:
             standing.node = replace(standing.node, generation=None)
@@ -163,7 +163,7 @@ class Connection:
                 found = RecordStore(store, self._codec)
                 age = notes.age(*found.look(["head", "store"]))
         except RendezvousConnectionError:
-            # The network may be broken. The note remains for later.
+            # The network may be broken. Keep the note for later.
             if found is not None:
                 found.close()
             self._stop.wait(VISIT_PAUSE)
@@ -174,7 +174,7 @@ class Connection:
                 found.close()
             ended = standing.node.ended_stores | {moved.age.store}
             standing.node = replace(standing.node, ended_stores=ended)
-            # Remove the note: it must not prevent another one, to an older store that still exists.
+            # Remove the note: it must not block another note, to an older store that still exists.
             note = notes.written(moved)
             records.improve("moved", lambda held: {} if held == note else None)
             return
@@ -199,7 +199,7 @@ class Connection:
             except RendezvousConnectionError as again:
                 if self._stop.is_set() or self.records is None or deadline.expired():
                     raise
-                error = again  # found, but lost again at once
+                error = again  # the store was found, but lost again at once
 
     def _try_recover(self, error: RendezvousConnectionError, deadline: Deadline) -> None:
         _log.info("%s; looking for it", error)
@@ -211,7 +211,7 @@ class Connection:
             last = LastRound(plan=plan, node_id=standing.node.node_id, dead=ended)
         recovery = self._home.recover(error, last, deadline, self._stop)
         if recovery.moved and last is not None:
-            # It was silent for too long. If it is alive, it comes by itself.
+            # The node that served the store was silent for too long. If it is alive, it will come on its own.
             self._departures.note_gone(str(last.plan.get("store", "")))
         self.adopt(recovery)
 
@@ -220,7 +220,7 @@ class Connection:
         return standing.latest if standing.node.generation is None else standing.plan
 
     def adopt(self, recovery: Recovery) -> None:
-        """Continue with a store that may be a new one. An empty one gets the records of the last round."""
+        """Continue with a store that may be new. If it is empty, write the last round's records into it."""
         generation = self._standing.node.generation
         self.records = records = RecordStore(recovery.store, self._codec)
         self._departures.note_ended(recovery.dead)
@@ -267,7 +267,7 @@ class Connection:
         self._moves = notes.age(*records.look(["head", "store"])).moves
 
     def _note_coming(self, records: RecordStore) -> None:
-        """Count this newcomer, so that a node that closes the rendezvous gives it time to notice."""
+        """Count this newcomer, so that a node that closes the rendezvous gives it time to learn that."""
         if self._standing.node.generation is None:
             records.increment("came")
             self._unsettled = True

@@ -1,10 +1,10 @@
-"""From parameters (ours, or torch's object) to a handler; from an endpoint to the home of its store.
+"""Makes a handler from parameters (ours, or torch's object), and the home of a store from an endpoint.
 
-Options are torchelastic's where it has them. Unknown ones are ignored, as there: torchrun adds some of its own.
+Options have torchelastic's names where it has them. Unknown ones are ignored, as they are there: torchrun adds some of its own.
 
-``join_timeout`` (600 s), ``last_call_timeout`` (30 s), ``lease`` (5 s; also as ``keep_alive_interval`` times
-``keep_alive_max_attempt``), ``read_timeout`` (60 s, of ``RendezvousInfo.store``), ``is_host``, ``label``, ``secret`` or
-``secret_file``, ``split_brain_guard`` (true), ``bind``, those of the backend; for static: ``node_rank``.
+The options are ``join_timeout`` (600 s), ``last_call_timeout`` (30 s), ``lease`` (5 s; also as ``keep_alive_interval``
+times ``keep_alive_max_attempt``), ``read_timeout`` (60 s, for ``RendezvousInfo.store``), ``is_host``, ``label``, ``secret``
+or ``secret_file``, ``split_brain_guard`` (true), ``bind``, the backend's own, and ``node_rank`` for static.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def handler_for(
     Args:
         params: ours or torch's.
         backend: name of a backend with a descriptor; None: the endpoint's URL decides.
-        name: what ``get_backend`` returns; None for the backend's.
+        name: what ``get_backend`` returns; None: the backend's own name.
         say: prints a line to the user.
         listener: told what happens between rounds.
 
     Raises:
-        ConfigError: an option or the endpoint cannot work; says which.
+        ConfigError: an option or the endpoint cannot work; the error says which.
     """
     params = _ours(params)
     text = params.endpoint
@@ -107,7 +107,7 @@ def home_for(meeting: Meeting, conf: Mapping[str, Any] | None = None) -> Home:
 
     Args:
         meeting: the job, without options.
-        conf: of ``--rdzv-conf``. The backend's options among them win over the endpoint's; others are ignored.
+        conf: options from ``--rdzv-conf``. The backend's own override the endpoint's; all others are ignored.
 
     Raises:
         ConfigError: an option cannot work, a file or folder cannot be used, or a library is missing.
@@ -138,7 +138,7 @@ def _options(
                 did_you_mean(name, known),
             )
         found[option.name] = option.read(text, f"{flag} {name}")
-    # A name goes before its aliases.
+    # A name takes precedence over its aliases.
     given = {name: value for name, value in conf.items() if value is not None}
     for option in backend.options:
         if names := [each for each in (option.name, *option.aliases) if each in given]:
@@ -150,7 +150,7 @@ def _options(
 
 
 class GenerationStores:
-    """c10d stores whose keys are new in each generation; torch is imported with the first.
+    """c10d stores whose keys are new in each generation. The first one imports torch.
 
     Args:
         timeout: seconds that a ``get`` or ``wait`` waits for its key.
@@ -161,7 +161,7 @@ class GenerationStores:
         self._held: Any = None
 
     def __call__(self, records: RecordStore, generation: int) -> Any:
-        """The store of a round, over a connection of its own. Closes the one before."""
+        """The store of a round, over a connection of its own. Closes the previous round's store."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # re-exported by *
 
         from .backends import native_store
@@ -177,7 +177,7 @@ class GenerationStores:
         return PrefixStore(records.full(f"{generation}/user"), client)
 
     def close(self) -> None:
-        # c10d's own client closes with its last reference; ours must be closed.
+        # c10d's own client closes when its last reference goes; ours must be closed explicitly.
         held, self._held = self._held, None
         if held is not None:
             held.close()
@@ -187,7 +187,7 @@ class GenerationStores:
 
 
 def _ours(params: Any) -> RendezvousParameters:
-    """torch's object has the same attributes, and fewer methods."""
+    """The parameters as our object; torch's has the same attributes but fewer methods."""
     if isinstance(params, RendezvousParameters):
         return params
     return RendezvousParameters(
@@ -202,7 +202,7 @@ def _ours(params: Any) -> RendezvousParameters:
 
 
 def _given_rank(params: RendezvousParameters) -> int | None:
-    """This node's rank, or None if it is given by the order of names."""
+    """This node's rank, or None if the order of host names decides."""
     if params.min_nodes != params.max_nodes:
         raise ConfigError(
             "--nnodes",
@@ -227,13 +227,13 @@ def _lease(params: RendezvousParameters) -> float:
 
 
 def _last_call(params: RendezvousParameters) -> float:
-    """May be 0: close as soon as the fewest nodes are there."""
+    """The last call in seconds. It may be 0: close as soon as ``min_nodes`` are there."""
     value = params.get("last_call_timeout")
     try:
         if value is not None and not isinstance(value, bool) and float(value) == 0:
             return 0.0
     except (TypeError, ValueError):
-        pass  # told below
+        pass  # the error is raised below
     return params.get_as_seconds("last_call_timeout", LAST_CALL_TIMEOUT)
 
 
@@ -243,7 +243,7 @@ def _bind(params: RendezvousParameters) -> str | None:
 
 
 def _secret(params: RendezvousParameters) -> bytes | None:
-    """What all nodes know: of the options, else as `rally run` finds it."""
+    """The secret that all nodes know: from the options, otherwise as `rally run` finds it."""
     given, path = params.get("secret"), params.get("secret_file")
     if path is not None and given is not None:
         raise ConfigError("--rdzv-conf secret_file", path, "there is a secret already; give one")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from .option import Option
 
 
-# torchrun's (torch/distributed/run.py, 2.13), so that a command line means the same here. Times are in seconds.
+# torchrun's defaults (torch/distributed/run.py, 2.13), so that a command line means the same here. Times are in seconds.
 JOIN_TIMEOUT, LAST_CALL_TIMEOUT = 600.0, 30.0
 RENDEZVOUS_PORT, MASTER_PORT = 29400, 29500
-# torchelastic's, if only one of the two is given.
+# torchelastic's defaults, used if only one of the two is given.
 KEEP_ALIVE_INTERVAL, KEEP_ALIVE_MAX_ATTEMPT = 5.0, 3
-# Ours: torchrun notices a silent node after 15 s, and does not act on it.
+# Our own: torchrun notices a silent node after 15 s and does not act on it.
 LEASE = 5.0
 READ_TIMEOUT = 60.0
 
-# What `rally run` takes in --rdzv-conf with any backend; aliases are torchrun's names.
+# What `rally run` accepts in --rdzv-conf with any backend; aliases are torchrun's names.
 COMMON_OPTIONS = (
     Option(
         name="join_timeout",

@@ -1,4 +1,4 @@
-"""Which members of the last round are gone, as far as this node knows."""
+"""Keeps track of the members of the last round that are gone, as far as this node knows."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ class Departures:
     """The members of the last round that are gone. Thread-safe.
 
     Attributes:
-        ids: ids of all members by rank; empty on nodes that do not need them. One that comes to lead the next round does, and
-            hears then who the ranks were that it knows to be gone.
+        ids: ids of all members by rank; empty on nodes that do not need them. A node that comes to lead the next round does,
+            and learns then the ids of the ranks that it knows to be gone.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Under the lock:
         self.ids: tuple[str, ...] = ()
-        self._watchable: tuple[Neighbour, ...] = ()  # members whose end can be observed
+        self._watchable: tuple[Neighbour, ...] = ()  # members whose exit can be observed
         self._known: frozenset[str] = frozenset()  # ids of members
         self._gone: set[str] = set()  # by any sign
         self._ended: set[str] = set()  # for certain
         self._lost: set[str] = set()  # by this node's own pulse
-        self._ranks: dict[int, bool] = {}  # gone, as long as ids are not known; whether for certain
+        self._ranks: dict[int, bool] = {}  # gone, while ids are unknown; True if for certain
 
     def begin(self) -> None:
-        """A new round, in which no member is gone."""
+        """Start a new round, in which no member is gone."""
         with self._lock:
             self.ids, self._watchable, self._known = (), (), frozenset()
             for each in (self._gone, self._ended, self._lost, self._ranks):
@@ -45,7 +45,7 @@ class Departures:
             self.note_rank(rank, certain=certain)
 
     def know(self, watchable: Sequence[Neighbour]) -> None:
-        """Set the members whose end this node can observe."""
+        """Set the members whose exit this node can observe."""
         with self._lock:
             self._watchable = tuple(watchable)
             self._set_known()
@@ -63,7 +63,7 @@ class Departures:
                     self._ended.add(self.ids[rank])
 
     def note_loss(self, loss: Loss) -> None:
-        """This node's pulse has lost a member."""
+        """Note a member that this node's pulse has lost."""
         with self._lock:
             self._gone.add(loss.neighbour.node_id)
             self._lost.add(loss.neighbour.node_id)
@@ -94,11 +94,11 @@ class Departures:
             return sorted(self._lost)
 
     def doubtful(self) -> list[Neighbour]:
-        """Members whose end can be observed and that are not known to have ended."""
+        """Members whose exit can be observed and that are not known to have exited."""
         with self._lock:
             return [each for each in self._watchable if each.node_id not in self._ended]
 
     def num_ended(self) -> int:
-        """How many known members have ended for certain."""
+        """How many known members have exited for certain."""
         with self._lock:
             return len(self._ended & self._known)

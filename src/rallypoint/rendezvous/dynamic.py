@@ -45,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
-# How long the last node keeps the store so that nodes that wait can read that they are not needed.
+# How long the last node keeps the store, so that waiting nodes can read that they are not needed.
 WAITING_PATIENCE = 2.0
 
 
-# The record in which members tell nodes that wait what they may do meanwhile.
+# The record in which members tell waiting nodes what to do meanwhile.
 ADVICE = "advice"
 
 
@@ -63,15 +63,15 @@ def _ignore_nothing() -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Listener:
-    """Callbacks between rounds. They run in threads of the handler and must not block.
+    """Callbacks between rounds. They run on the handler's threads and must not block.
 
     Args:
         on_loss: a member of the round is lost.
         on_store_lost: the store is lost; the next ``next_rendezvous`` looks for it.
-        on_waiting: on rank 0: the number of nodes that wait to be admitted, if there is room. Repeated
-            once in a lease.
+        on_waiting: on rank 0, the number of nodes that wait to be admitted, if there is room. Repeated
+            once per lease.
         on_left_out: a round has formed without this node; ``next_rendezvous`` waits for a later one.
-        on_advice: while this node waits to be admitted: what members have written for those who do (:data:`ADVICE`), if it has changed.
+        on_advice: while this node waits to be admitted: what members wrote for waiting nodes (:data:`ADVICE`), when it changes.
     """
 
     on_loss: Callable[[Loss], None] = _ignore
@@ -82,12 +82,12 @@ class Listener:
 
 
 class StoreFor(Protocol):
-    """Creates ``RendezvousInfo.store`` for a round, and may close that of the round before."""
+    """Creates ``RendezvousInfo.store`` for a round, and may close the previous round's."""
 
     def __call__(self, records: RecordStore, generation: int) -> Any: ...
 
     def close(self) -> None:
-        """Close the last store: the handler shuts down."""
+        """Close the last store, because the handler is shutting down."""
 
 
 class DynamicRendezvous(RendezvousHandler):
@@ -95,22 +95,22 @@ class DynamicRendezvous(RendezvousHandler):
 
     Args:
         home: where the job's store is.
-        backend: its name.
+        backend: the backend's name.
         run_id: the job's name; jobs with different names do not see each other.
         settings: how many nodes, and how long to wait for more.
-        timing: seconds to join, and of the lease.
+        timing: how long a round may take to form, and the length of the lease.
         host: this node's host name, for messages and for the order of ranks.
-        label: its rack or switch, for ``settings.by_label``.
-        local_addr: the address at which other nodes reach this one; None: the one on the route to the endpoint.
+        label: this node's rack or switch, for ``settings.by_label``.
+        local_addr: the address at which other nodes reach this one; None: the local address on the route to the endpoint.
         secret: the secret that all nodes of the job share; records without its MAC are ignored.
-        split_brain_guard: a minority that is cut off does not continue by itself.
+        split_brain_guard: whether a minority that is cut off must not continue on its own.
         given_rank: this node's rank, if ranks are fixed beforehand.
         say: prints a line to the user.
         listener: see :class:`Listener`.
-        store_for: makes the store for users of a round; None: the job's own connection.
+        store_for: makes the store for users of a round; None: they get the job's own connection.
         bind: address to listen on; ``*``: all; None: the one that is announced to other nodes.
-        clears: the last node of a round that shuts down removes the job's records from a store that outlives it. A launcher
-            decides that itself and calls :meth:`clear`.
+        clears: the last node of a round to shut down removes the job's records from a store that outlives the nodes. A
+            launcher decides that itself and calls :meth:`clear`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._advice: Mapping[str, Any] | None = None
         self._told = ""
         self._stop = threading.Event()
-        self._is_meeting = False  # in next_rendezvous, maybe in another thread, or it has failed
+        self._is_meeting = False  # in next_rendezvous, maybe in another thread, or that has failed
         self._departures = Departures()
         self._standing = standing = Standing(
             node=Node(node_id=new_name(), host=host, label=label, given_rank=given_rank)
@@ -285,7 +285,7 @@ class DynamicRendezvous(RendezvousHandler):
         records = self._connected(Deadline(self._timing.join))
         node_id, generation = self._standing.node.node_id, self._standing.node.generation
         if generation is None and self._outlives:
-            # As long as one of the job's nodes beats, newcomers are told; later they begin a new job.
+            # While one of the job's nodes beats, newcomers are told that it is closed; after that they start a new job.
             self._watch.start(records, member=False)
         records.claim("closed", {"closed": reason, "by": node_id})
         if generation is not None:
@@ -293,19 +293,19 @@ class DynamicRendezvous(RendezvousHandler):
             records.claim(f"{generation + 1}/call", {"closed": reason})
 
     def clear(self, *, well: bool) -> None:
-        """The job has ended (``well`` or not), and this is its last node: remove its records from the store."""
+        """Remove the job's records from the store. The job has ended, ``well`` or not, and this is its last node."""
         if self.records is not None:
-            # Its next beat would restore the round's records, and the next job of the name would take that round for running.
+            # The next beat would restore the round's records, and the next job of this name would take that round to be running.
             self._watch.stop(leaving=True)
             self._home.clear(self.records.store, well=well)
 
     def await_settled(self, records: RecordStore) -> None:
-        """Wait until all nodes that wait have read that there will be no round. Some may have gone silently: hence the timeout."""
+        """Wait until all waiting nodes have read that there will be no round, or time out: some may have died silently."""
         if records.count("came") > records.count("settled"):
             records.wait("closed/all_heard", WAITING_PATIENCE)
 
     def settle(self) -> bool:
-        """This node no longer waits for a round. Returns whether none of the others at this store does, either."""
+        """Record that this node no longer waits for a round. Returns whether no other node at this store waits, either."""
         return self._connection.settle()
 
     def num_nodes_waiting(self) -> int:
@@ -318,9 +318,9 @@ class DynamicRendezvous(RendezvousHandler):
             call, *beats = self.records.look([f"{following}/call", *(f"beat/{i}" for i in lost)])
             waiting = self.records.count(f"{following}/waiting")
         except RendezvousConnectionError:
-            return 1  # the store's host is gone: the next round will show
+            return 1  # the store's host is gone: let the next round find out
         # A member that left in good order has finished, which is no reason for a new round. (Its process may be seen to
-        # end before its last beat is read, so the loss alone does not decide.)
+        # exit before its last beat is read, so the loss alone does not decide.)
         missed = any(beat is None or beat.get("left") is not True for beat in beats)
         called = call is not None and "closed" not in call
         changed = missed or called or self._watch.store_lost
@@ -332,10 +332,10 @@ class DynamicRendezvous(RendezvousHandler):
         """As :meth:`.RendezvousHandler.shutdown`.
 
         Args:
-            finished: as of :meth:`leave`.
+            finished: as in :meth:`leave`.
         """
-        # In the midst of meeting, or behind an error there, the others may form the round with this node. Nobody tells them then
-        # that it has gone.
+        # While this node is meeting, or after that failed, the others may still form the round with it. So it must count as
+        # lost: if its last beat said that it left in good order, they would take it to have finished.
         leaving = finished and not self._is_meeting
         self._stop.set()
         if self._clears:
@@ -348,7 +348,7 @@ class DynamicRendezvous(RendezvousHandler):
         return True
 
     def _note_heard(self, records: RecordStore) -> None:
-        """This node has read that the rendezvous is closed. The last node to leave waits until all have."""
+        """Record that this node has read that the rendezvous is closed. The last node to leave waits until all have."""
         if not self._clears:
             return
         try:
@@ -358,7 +358,7 @@ class DynamicRendezvous(RendezvousHandler):
             _log.info("the others cannot be told that this node has heard: %s", error)
 
     def _count_out(self, *, leaving: bool) -> None:
-        """Count this node among those of its round that have left. The last one clears a store that outlives them."""
+        """Count this node among those of its round that have left. The last one to leave clears a store that outlives them."""
         node, records = self._standing.node, self.records
         if node.generation is None or records is None or not self._outlives:
             return
@@ -367,14 +367,14 @@ class DynamicRendezvous(RendezvousHandler):
             return
         own = None
         try:
-            own = records.clone()  # another thread may wait over the present connection
+            own = records.clone()  # another thread may be waiting on the current connection
             if own.increment(f"{node.generation}/left") < node.num_nodes:
                 return
             (closed,) = own.look(["closed"])
             if closed is not None:
                 self.await_settled(own)
             elif own.count("came") > own.count("settled"):
-                return  # who waits opens the next round
+                return  # a waiting node opens the next round
             self._home.clear(own.store, well=False)
         except RallyError as error:
             _log.info("the job's records stay in the store: %s", error)
@@ -396,12 +396,12 @@ class DynamicRendezvous(RendezvousHandler):
 
     @property
     def store_host(self) -> str | None:
-        """The host that serves the job's store, as this node reaches it; None if no node of the job does."""
+        """The host that serves the job's store, as this node addresses it; None if no node of the job serves it."""
         return self._home.host
 
     @property
     def listens_on(self) -> str | None:
-        """The address on which this node must listen for the others; None: all addresses of this host."""
+        """The address on which this node must listen for the others; None: all of this host's addresses."""
         return addresses.listening_address(self._bind, self._told_address())
 
     @property
@@ -416,8 +416,8 @@ class DynamicRendezvous(RendezvousHandler):
 
     @property
     def arrived(self) -> int | None:
-        """How many nodes have come to the round that is about to form, as far as this one knows; 0: it waits to be admitted to one;
-        None: nothing is known yet."""
+        """How many nodes have arrived for the round that is forming, as far as this node knows; 0: this node waits to be
+        admitted; None: nothing is known yet."""
         return self._arrived
 
     @property
@@ -426,11 +426,11 @@ class DynamicRendezvous(RendezvousHandler):
         return self._connection.records
 
     def bring(self, facts: Mapping[str, Any]) -> None:
-        """Set the facts that this node gives the others in its next round (JSON values)."""
+        """Set the facts that this node tells the others in its next round (JSON values)."""
         self._facts = facts
 
     def leave(self, *, finished: bool) -> None:
-        """Stop taking part, but serve the store, if it is here, until :meth:`shutdown`.
+        """Stop taking part, but go on serving the store, if this node does, until :meth:`shutdown`.
 
         Args:
             finished: tell the others that this node left in good order; otherwise it counts as lost.
@@ -438,7 +438,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._watch.stop(leaving=finished)
 
     def find_store(self) -> None:
-        """Find the lost store again, at once: others may wait for this node to serve it.
+        """Find the lost store again, without delay: others may be waiting for this node to serve it.
 
         Raises:
             RendezvousConnectionError: it was not served again within the time to join.
@@ -453,7 +453,7 @@ class DynamicRendezvous(RendezvousHandler):
             self._connected(deadline)
 
     def abandon_store(self) -> None:
-        """The node that serves the store is about to leave: connect to the next one.
+        """Connect to the next store, because the node that serves the current one is about to leave.
 
         Raises:
             RendezvousConnectionError: it was not served again within the time to join.
@@ -468,7 +468,7 @@ class DynamicRendezvous(RendezvousHandler):
         self._connected(deadline)
 
     def note_gone(self, generation: int, rank: int, *, certain: bool) -> None:
-        """A member of a round is known to be gone: the next round need not wait for it. News of an earlier round come too late."""
+        """Record that a member of a round is gone: the next round need not wait for it. News of an earlier round is ignored."""
         if generation == self._standing.node.generation:
             self._departures.note_rank(rank, certain=certain)
 
@@ -479,13 +479,13 @@ class DynamicRendezvous(RendezvousHandler):
         self._watch.listen(self.listens_on)
         self._watch.stop_ended()
         if self._standing.node.generation is not None:
-            self._watch.start(records, member=True)  # members of the last round watch us
+            self._watch.start(records, member=True)  # members of the last round watch this node
         return records
 
     # -- one round ------------------------------------------------------------------------------
 
     def _play(self, records: RecordStore) -> protocol.Outcome:
-        """Drive the protocol to its outcome."""
+        """Run the protocol to its outcome."""
         node = replace(self._standing.node, facts=self._all_facts())
         steps = protocol.next_round(node, self._settings, self._timing)
         answer: tuple[float, Any] | None = None
@@ -541,7 +541,7 @@ class DynamicRendezvous(RendezvousHandler):
             case operations.Tell(text, None):
                 return self._tell(text)
             case operations.Tell(text, rest):
-                # Nodes that were given different places do not see each other.
+                # Name the place: nodes that were given different places do not see each other.
                 towards = self._home.towards()
                 place = "" if towards is None else f", at {towards[0]}:{towards[1]}"
                 return self._tell(f"{text}{place}{rest}")
@@ -549,13 +549,13 @@ class DynamicRendezvous(RendezvousHandler):
                 assert_never(operation)
 
     def _tell(self, text: str) -> None:
-        """Tell the user, unless it was the last thing told: a spare waits for the same in every round."""
+        """Tell the user, unless the last message was the same: a spare waits for the same thing in every round."""
         if text != self._told:
             self._told = text
             self._say(text)
 
     def _wait(self, records: RecordStore, key: str, timeout: float) -> Mapping[str, Any] | None:
-        """Wait for a record, and check now and then which other nodes have arrived."""
+        """Wait for a record, checking now and then which other nodes have arrived."""
         deadline = Deadline(timeout)
         while True:
             left = deadline.remaining() or 0.0
@@ -580,7 +580,7 @@ class DynamicRendezvous(RendezvousHandler):
             self._standing.latest = body
 
     def _note_count(self, key: str, count: int) -> int:
-        """Remember how many nodes have come."""
+        """Remember how many nodes have arrived."""
         if key.endswith("/arrivals"):
             self._arrived = count
         return count
@@ -607,9 +607,9 @@ class DynamicRendezvous(RendezvousHandler):
         try:
             addr = addresses.address_towards(*towards, "--rdzv-endpoint")
         except ConfigError:
-            # The name does not resolve now. Others use it if it is this node's.
+            # The name does not resolve here now. If it is this node's name, the others can use it.
             return towards[0] if self._home.serves else addresses.hostname()
-        # Many hosts resolve their own name to 127.0.1.1; others can still reach them by the name.
+        # Many hosts resolve their own name to 127.0.1.1; others can still reach them by that name.
         return towards[0] if addresses.is_loopback(addr) else addr
 
     def _survivors_needed(self) -> int:

@@ -1,13 +1,13 @@
-"""The mark that a job which succeeded leaves for a minute in a store that outlives it, for late nodes.
+"""The mark that a successful job leaves for a minute in a store that outlives it, for late nodes.
 
-A name may be used again: the same command in a loop is a new job each time. So each host is told once: one
-that took part in the job, or was told already, starts a new one. After :data:`ENDED_FOR` seconds the mark is void,
+A name may be used again: the same command in a loop is a new job each time. So each host is told only once: a host
+that took part in the job, or was told already, starts a new job. After :data:`ENDED_FOR` seconds the mark is void,
 by the store's clock.
 
-[Note: Numbers] The jobs of a name are numbered. The mark holds N, the number of the last one that succeeded, and each
-number has a list of hosts of its own. Who comes for the next job puts its host on list N+1; from then on the mark tells
-nobody anything. Nodes come at the same time, so none of them removes anything of N or N+1: the first on list N+1
-removes list N-1. A job that fails leaves nothing, and the numbers begin again.
+[Note: Numbers] Jobs of the same name are numbered. The mark holds N, the number of the last one that succeeded, and each
+number has its own list of hosts. A node that comes for the next job puts its host on list N+1; from then on the mark no
+longer turns nodes away. Nodes may come at the same time, so none of them removes anything of N or N+1: the first on list
+N+1 removes list N-1. A job that fails leaves nothing, and the numbers start again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .store import Store
 
 ENDED_FOR = 60
 _ENDED = "ended"
-# Hosts looked at; a job of more tells its late ones nothing.
+# The most hosts looked at; a job with more does not tell its late nodes.
 _MOST_HOSTS = 4096
 
 
@@ -33,10 +33,10 @@ class EndMark:
     """The mark of one job, as one node sees it.
 
     Args:
-        open_store: a connection to where the mark stands, apart from the job's own keys.
-        remove: deletes all of it, over such a connection.
-        age: seconds since a key of it was set; None where keys vanish by themselves.
-        host: this node's.
+        open_store: connects to the mark's keys, which are apart from the job's own.
+        remove: deletes all of these keys, over such a connection.
+        age: seconds since one of these keys was set; None if keys expire on their own.
+        host: this node's host name.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class EndMark:
         self._age = age
         self._host = host
         self._store: Store | None = None
-        self._number = 0  # of this node's job; 0: it has not come
+        self._number = 0  # this node's job; 0: the node has not come yet
         self._told = False
 
     def come(self) -> None:
-        """Called before this node takes part. Does nothing if the store cannot be reached.
+        """Check the mark before this node takes part. Does nothing if the store cannot be reached.
 
         Raises:
-            RendezvousClosedError: the job has succeeded, and this host has not been told yet. It is raised again if this
-                node calls again: it must not start the next job of the name.
+            RendezvousClosedError: the job has succeeded, and this host has not been told yet. Raised again if this
+                node calls again, because it must not start the next job of the name.
         """
         if self._told:
             raise RendezvousClosedError(ENDED_WELL)
@@ -70,7 +70,7 @@ class EndMark:
             while True:
                 last = self._last(store)
                 late = last > 0 and self._is_late(store, last)
-                if self._last(store) == last:  # else its list may have been removed meanwhile
+                if self._last(store) == last:  # otherwise its list may have been removed meanwhile
                     break
             if late:
                 self._add(store, last)
@@ -81,11 +81,11 @@ class EndMark:
                 self._forget(store, last - 1)
 
     def leave(self, *, well: bool) -> None:
-        """The job is over, and this was its last node."""
+        """Set the mark, or remove it: the job is over, and this was its last node."""
         store = self._store
         if store is None or self._number == 0:
             return
-        with contextlib.suppress(RendezvousConnectionError):  # the next job of the name has begun
+        with contextlib.suppress(RendezvousConnectionError):  # the next job of the name has started
             if not well:
                 self._remove(store)
             # Without the list (a store may lose it), the mark would end the next job of these hosts.
@@ -98,11 +98,11 @@ class EndMark:
             store.close()
 
     def _last(self, store: Store) -> int:
-        """The number of the last job that succeeded; 0: there is none."""
+        """The number of the last job that succeeded; 0 if there is none."""
         return _number(store.get_many([_ENDED])[0])
 
     def _is_late(self, store: Store, last: int) -> bool:
-        """Whether this node comes for a job that has ended: it did not take part, and the next has not begun."""
+        """Whether this node comes for a job that has ended: it did not take part, and the next has not started."""
         if self._age is not None and self._age(store, _ENDED) > ENDED_FOR:
             return False
         ended, following = (
@@ -113,7 +113,7 @@ class EndMark:
         return self._host not in self._hosts(store, last)
 
     def _add(self, store: Store, number: int) -> int:
-        """Put this host on a job's list. Returns which of its hosts it is."""
+        """Put this host on a job's list. Returns its place there, counted from 1."""
         place = store.add(_count(number), 1)
         store.set(_place(number, place), self._host.encode())
         return place
@@ -124,7 +124,7 @@ class EndMark:
         return {each.decode(errors="replace") for each in store.get_many(keys) if each is not None}
 
     def _forget(self, store: Store, number: int) -> None:
-        """Remove the list of a job that no mark stands for any more."""
+        """Remove the list of a job that the mark no longer refers to."""
         count = _number(store.get_many([_count(number)])[0]) if number > 0 else 0
         for place in range(1, min(count, _MOST_HOSTS) + 1):
             store.delete(_place(number, place))

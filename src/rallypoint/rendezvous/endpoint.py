@@ -1,13 +1,13 @@
 """Parsing ``--rdzv-endpoint``: where nodes meet. Pure.
 
-An endpoint is a URL, or short for one where the backend is known:
+An endpoint is a URL, or a short form of one if the backend is known:
 
     tcp://node0:29400          tcp://a:29400,b:29400      tcp://[fd00::1]:29400
     etcd://a:2379,b:2379       etcds://user:pa%40ss@a?ca=/etc/ca.pem
     file:///shared/jobs        memory://name
     node0    node0:29400    [fd00::1]:29400    /shared/jobs (backend file)
 
-The schemes are those of the backends; nothing is looked up here.
+The schemes are the backends'; no host or file is looked up here.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .backend import Backend, Endpoint, HostPort, Scheme, encode
 
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
-# Possessive (?+): a scheme is never taken for a user name with a password behind it.
+# Possessive (?+): a scheme is never taken for a user name followed by a password.
 _PASSWORD = re.compile(r"^((?:[^:@]*://)?+[^:@]*):.+@", re.DOTALL)
 _HOST = re.compile(r"\w[\w.-]*")
 _ZONE = re.compile(r"[\w.-]+")
 _BAD_ESCAPE = re.compile(r"%(?![0-9a-f]{2})", re.IGNORECASE)
-# Control characters, and halves of characters that stand for no byte of a file name either.
+# Control characters, and lone surrogates except those that stand for a byte of a file name.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udc7f\udd00-\udfff]")
 _LONGEST_HOST = 253  # DNS
 
@@ -60,16 +60,16 @@ def parse(
     """Parse an endpoint.
 
     Args:
-        text: a URL, or what is short for one; blanks around it do not count.
-        backends: those whose schemes are known; the first with a scheme is meant by it. The first of all is meant by an
-            endpoint without a scheme.
-        backend: the one that was asked for; None: the URL decides.
-        default_port: of hosts that are given without one; None: the scheme's.
-        flag: what the user set it with, for the error.
+        text: a URL, or a short form of one; surrounding blanks are ignored.
+        backends: the known backends. A scheme means the first backend that has it; no scheme means the first
+            backend of all.
+        backend: the backend that was asked for; None: the URL decides.
+        default_port: the port of hosts that are given without one; None: the scheme's.
+        flag: the flag that the user set it with, for the error.
     Returns:
         The endpoint.
     Raises:
-        ConfigError: it cannot be understood, or contradicts ``backend``. A password is not shown.
+        ConfigError: the text cannot be understood, or contradicts ``backend``. A password is not shown.
     """
     try:
         return _parse(text.strip(), backends, backend, default_port)
@@ -138,7 +138,7 @@ def _literal(text: str, scheme: Scheme, backend: Backend) -> Endpoint:
 
 
 def _check_bare(text: str, scheme: Scheme, schemes: dict[str, Scheme]) -> None:
-    """Raise for what looks like a URL or a path and is neither that nor ``host:port``."""
+    """Raise if the text looks like a URL or a path but is neither a valid one nor ``host:port``."""
     if text.startswith("/"):
         path = next((each.name for each in schemes.values() if each.takes == "path"), "file")
         example = f"{path}://{encode(text.rstrip('/'), '/')}"
@@ -174,7 +174,7 @@ def _with_hosts(
     example = scheme.example
     written, _, query = rest.partition("?")
     authority, _, path = written.partition("/")
-    # These first: until it is clear where the password ends, no part of the text may be repeated.
+    # Check these first: until it is clear where the password ends, no error may repeat any part of the text.
     if rest.count("@") > 1:
         raise _Problem("more than one @; inside a user name or password write %40", example)
     if "@" in rest and "@" not in authority:
@@ -301,7 +301,7 @@ def _name(host: str, scheme: Scheme) -> str:
         return host
     try:
         well_formed = bool(_HOST.fullmatch(host)) and len(host) <= _LONGEST_HOST
-        # What the system does with the name; it raises for empty and overlong parts.
+        # The system encodes the name this way; the encoding fails for empty and overlong parts.
         host.encode("idna")
     except UnicodeError:
         well_formed = False
@@ -334,7 +334,7 @@ def _options(query: str, scheme: Scheme, backend: Backend) -> dict[str, str]:
             raise _Problem(f"the option {name!r} is given twice", example)
         known = backend.option(name, in_url=True)
         if known is not None and known.tls and not scheme.tls:
-            # It would promise an encryption that there is not.
+            # The option would promise encryption that does not exist.
             secure = next(each for each in backend.schemes if each.tls)
             raise _Problem(
                 f"the option {name!r} is for {secure.name}:// only: {scheme.name}:// is not encrypted",

@@ -1,4 +1,4 @@
-"""Fields of records, read with suspicion: another program, or another version, may have written them."""
+"""Reads fields of records without trusting them: another program, or another version, may have written them."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ def fixed_home(
     Args:
         meeting: the job.
         open_store: connects to the keys of this job, which no other job uses. It may be called from several threads.
-        clear: removes all of these keys, when the last node of the job leaves.
-        open_ended: connects to other keys, which outlive the job by a minute: late nodes learn from them that it has
-            ended. None: late nodes wait for a new job of the name instead.
-        age: seconds since a key was set there; None if keys vanish by themselves after a minute.
+        clear: removes all of these keys when the last node of the job leaves.
+        open_ended: connects to other keys, which outlive the job by a minute, so that late nodes learn from them that
+            the job has ended. None: late nodes wait for a new job of the same name instead.
+        age: seconds since a key was set there; None if keys expire on their own after a minute.
     Returns:
-        What ``Backend.home`` returns.
+        What ``Backend.home`` must return.
     """
     mark = None
     if meeting.mark_end and open_ended is not None:
@@ -53,9 +53,9 @@ class FixedHome:
 
     Args:
         open_store: makes a connection.
-        towards: a host and port that all nodes reach, or None.
-        clear: removes all that the job has left, over a connection.
-        mark: what the job leaves for late nodes, or None.
+        towards: a host and port that all nodes can reach, or None.
+        clear: removes everything the job has left, over a connection.
+        mark: the mark that the job leaves for late nodes, or None.
     """
 
     serves = False
@@ -90,7 +90,7 @@ class FixedHome:
         while True:
             try:
                 store = self._open()
-                store.set("probe", b"1")  # reading alone works on a full disk, too
+                store.set("probe", b"1")  # a read is not enough: it works on a full disk, too
                 return Recovery(store, moved=False)
             except RendezvousConnectionError as again:
                 error = again
@@ -114,7 +114,7 @@ class FixedHome:
         return self._towards
 
     def clear(self, store: Store, *, well: bool) -> None:
-        # First the mark: a node that comes in between has to find that the job has ended, in one place or the other.
+        # The mark comes first: a node that arrives in between must learn from one place or the other that the job has ended.
         if self._mark is not None:
             self._mark.leave(well=well)
         if self._clear is not None:

@@ -1,9 +1,9 @@
-"""Introductions of nodes in a store, whichever job they mean to join: nodes that do not match learn why.
+"""Introductions of nodes in a store, whichever job they mean to join, so that nodes that do not match learn why.
 
 One node is the host: it serves the store, or was the first in a store that no node serves. It introduces itself under one
-key, which all others read: one operation. Only a node that does not match the host leaves an introduction of its own, and
-nodes that wait for a round look for these. All keys are outside the job's own, which a node with another name or secret
-cannot find.
+key, which all others read in one operation. Only a node that does not match the host leaves an introduction of its own, and
+nodes that wait for a round look for these. All of these keys are outside the job's own, which a node with another job name
+or secret cannot find.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .store import Store
 _log = logging.getLogger(__name__)
 
 _HOST, _OTHER = "rally-guests/host", "rally-guests/other/"
-# Introductions read at a time, and in all: a stranger may write any number.
+# The most introductions read at a time, and in all: a stranger may write any number.
 AT_ONCE, MOST = 8, 64
-# Lines said about them.
+# The most lines printed about them.
 MOST_SAID = 8
-# Seconds between two checks, and until the node that serves the store must have introduced itself.
+# Seconds between two checks, and seconds within which the node that serves the store must have introduced itself.
 LOOK_EVERY, HOST_PATIENCE = 1.5, 3.0
 
 
 class Guestbook:
-    """One node's view of it. Calls block as the store's do, and raise what it raises.
+    """One node's view of the introductions. Calls block as the store's do, and raise what the store raises.
 
     Args:
         mine: this node's introduction.
-        secret: of its job.
+        secret: its job's secret.
         say: prints a line to the user.
-        place: of the store, if one of the job's nodes is to serve it; else empty.
+        place: the store's place, if one of the job's nodes should serve it; otherwise empty.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Guestbook:
         """Introduce this node in a store to which it has just connected.
 
         Args:
-            store: a connection to it.
-            serves: this node serves it.
-            newcomer: this node has not been in a round yet.
-            should_serve: it would serve the store if the port were free; a node of another job is in its way.
+            store: a connection to that store.
+            serves: whether this node serves it.
+            newcomer: whether this node has not been in a round yet.
+            should_serve: whether this node would serve the store if another program did not have the port.
 
         Raises:
             ConfigError: a newcomer does not match the node that serves the store.
@@ -86,13 +86,13 @@ class Guestbook:
             return
         self._leave(store, pack(self._mine, self._secret, Role.OTHER))
         for each in found:
-            # A store that other programs keep alive may still hold the introduction of a killed job.
+            # A store that is kept alive from outside the job may still hold the introduction of a killed job.
             if (each.hopeless or should_serve) and self._place:
                 raise ConfigError(each.field, each.value or None, each.problem, each.hint)
             self._tell(str(each))
 
     def look(self, store: Store) -> None:
-        """Look for new introductions of nodes that do not match this one, if it is time to."""
+        """If it is time, look for new introductions of nodes that do not match this one."""
         now = MONOTONIC.now()
         if now - self._looked < LOOK_EVERY:
             return

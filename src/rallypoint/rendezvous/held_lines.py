@@ -1,4 +1,4 @@
-"""Connections that a port holds while nothing is said on them, and how strangers' are kept from filling it."""
+"""Holds connections on which nothing is said, and keeps strangers' connections from filling the port."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rallypoint._core import forks
 from rallypoint._core.half_open import HalfOpen, room, source_of
 
 
-# Connections that are accepted before others are heard again.
+# How many connections are accepted before held ones are polled again.
 _AT_ONCE = 64
-# All nodes of a job may watch one of them, so the process's limit alone counts.
+# All nodes of a job may watch the same node, so in practice only the process's limit counts.
 _MOST = 1 << 16
 
 
 class HeldLines:
-    """Those of one listener, in a poll object that the caller waits with.
+    """One listener's held connections, in a poll object that the caller waits on.
 
     Args:
-        listener: does not block.
-        poller: the lines are registered there, to be read from.
-        most: how many are held; by default, as the process's limit of open files allows.
+        listener: a non-blocking socket.
+        poller: the connections are registered there, for reading.
+        most: how many to hold; by default, as many as the process's limit of open files allows.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HeldLines:
         self._half_open: HalfOpen[int] = HalfOpen(most)
 
     def accept(self) -> bool:
-        """Accept waiting connections, some at a time; False if there are no descriptors left for them: they keep waiting."""
+        """Accept waiting connections, some at a time. False if no descriptors are left for them; they keep waiting."""
         for _ in range(_AT_ONCE):
             try:
                 with forks.opening():
@@ -57,7 +57,7 @@ class HeldLines:
         return True
 
     def newcomers_last(self, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the poll object has told, in order: a line that is closed for a newcomer gives it its number."""
+        """The poll object's events, the listener's last: a newcomer may get the descriptor of the line closed to make room."""
         listener = self._listener.fileno()
         return sorted(events, key=lambda event: event[0] == listener)
 
@@ -65,7 +65,7 @@ class HeldLines:
         return fd in self._lines
 
     def take(self, fd: int) -> socket.socket:
-        """A line that is held no longer."""
+        """Take a line out; it is no longer held."""
         self._half_open.remove(fd)
         self._poller.unregister(fd)
         return self._lines.pop(fd)

@@ -1,6 +1,6 @@
-"""Where a job's store is, and where it goes when that place is lost.
+"""Where a job's store is, and where it moves when that place is lost.
 
-Stores that others keep alive (etcd, a shared folder) stay where they are: :mod:`.fixed_home`. The embedded
+Stores kept alive from outside the job (etcd, a shared folder) stay where they are: :mod:`.fixed_home`. The embedded
 ``TCPStore`` lives in one of the job's own nodes and moves when that node is lost: :mod:`.backends.tcp_home`.
 """
 
@@ -18,9 +18,9 @@ from rallypoint.errors import RendezvousConnectionError
 from .store import Store
 
 
-# The reason that late and waiting nodes are given if the job needs no more.
+# The reason given to late and waiting nodes when the job needs no more nodes.
 ENDED_WELL = "the job has ended well"
-# Why there is no further round if somebody has stopped the job.
+# The reason why there is no further round when somebody stopped the job.
 STOPPED = "the job was told to stop"
 
 
@@ -31,7 +31,7 @@ class LastRound:
     Args:
         plan: the round's plan.
         node_id: this node's id.
-        dead: ids of nodes that are known to have ended.
+        dead: ids of nodes whose processes are known to have exited.
     """
 
     plan: Mapping[str, Any]
@@ -45,8 +45,8 @@ class Recovery:
 
     Args:
         store: the connection.
-        moved: whether the store is at another place now.
-        dead: ids of nodes found to have ended meanwhile.
+        moved: whether the store is in another place now.
+        dead: ids of nodes whose processes were found to have exited meanwhile.
     """
 
     store: Store
@@ -60,7 +60,7 @@ class Server(Protocol):
     def close(self) -> None: ...
 
 
-# Prepares serving a store on a bound socket, which may block for seconds. The result starts to serve at once.
+# Prepares to serve a store on a bound socket, which may block for seconds. Calling the result starts serving at once.
 Prepare = Callable[[socket.socket], Callable[[], Server]]
 
 
@@ -78,7 +78,7 @@ class Home(Protocol):
         """Whether this node serves the store, which then ends with it."""
 
     def connect(self, deadline: Deadline, stop: threading.Event) -> Store:
-        """The first connection. The time that the serving node needs to start does not count: it moves the deadline."""
+        """The first connection. The serving node's start-up time does not count: it moves the deadline."""
 
     def recover(
         self,
@@ -90,17 +90,17 @@ class Home(Protocol):
         """A new connection after ``error``."""
 
     def visit(self, addr: str, port: int) -> Store | None:
-        """A connection to the store that a note points to; None if none is served there any more.
+        """A connection to the store that a note points to; None if no store is served there any more.
 
         Raises:
             RendezvousConnectionError: it does not answer now, but may later.
         """
 
     def follow(self, addr: str, port: int, plan: Mapping[str, Any] | None) -> None:
-        """From now on, the job's store is at this place.
+        """Take this place as the job's store from now on.
 
         Args:
-            plan: the last one that this node knows; it was made before.
+            plan: the last plan that this node knows, made before the move.
         """
 
     def redirect(self, store: Store) -> None:
@@ -110,10 +110,10 @@ class Home(Protocol):
         """What other nodes need to find the store if it moves to this node; empty if it cannot."""
 
     def towards(self) -> tuple[str, int] | None:
-        """A host and port that all nodes reach: the local address on the route there is the one to announce."""
+        """A host and port that all nodes can reach. A node announces its local address on the route there."""
 
     def clear(self, store: Store, *, well: bool) -> None:
-        """Remove the job's keys from a store that outlives it. Called by the job's last node.
+        """Remove the job's keys from a store that outlives the job. Called by the job's last node.
 
         Args:
             store: a connection.
@@ -121,4 +121,4 @@ class Home(Protocol):
         """
 
     def close(self) -> None:
-        """Release all resources; a store served here ends."""
+        """Release all resources; a store served here stops."""

@@ -1,9 +1,9 @@
-"""How a node introduces itself to whoever comes to the same store, and where two of them do not go together.
+"""How a node introduces itself to every node that uses the same store, and where two nodes do not match.
 
-An introduction can be read by every version and without the job's secret: one line of JSON, and where the
-job has a secret a second line, a MAC over the first and the node's role. So another node's introduction does not pass for
-the host's. A node that shows another secret, or none, is believed nothing but that; one that shows ours and does not
-prove it is ignored. With a secret the job's name is no part of it, only what tells it from others for who has the secret too.
+Every version can read an introduction, even without the job's secret: it is one line of JSON and, if the
+job has a secret, a second line, a MAC over the first line and the node's role. So no other node's introduction passes for
+the host's. If a node shows another secret, or none, nothing else it says is believed; a node that shows ours without
+proof is ignored. With a secret, an introduction has a keyed hash in place of the job's name.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rallypoint._core.secret import derive, fingerprint
 class Role(StrEnum):
     """Whose introduction it is."""
 
-    HOST = "host"  # of the node that serves the store, or was first in one that no node serves
+    HOST = "host"  # from the node that serves the store, or was first in one that no node serves
     OTHER = "other"
 
 
-# The most bytes of an introduction.
+# The most bytes an introduction may have.
 LONGEST = 4096
 _LONGEST_TEXT = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Introduction:
-    """What a node tells everybody.
+    """What a node tells every other node.
 
     Args:
-        node_id: tells nodes of one host apart.
+        node_id: distinguishes nodes on the same host.
         host: its host name, for messages.
-        run_id: its job.
-        nodes: ``--nnodes``: "2", or "2:4".
+        run_id: its job's name.
+        nodes: its ``--nnodes``: "2", or "2:4".
         given_rank: whether it was given a rank.
-        rallypoint: version of this package.
-        torch: torch's major and minor version; empty if it is not known.
-        python: Python's.
+        rallypoint: this package's version.
+        torch: torch's major and minor version; empty if unknown.
+        python: Python's major and minor version.
     """
 
     node_id: str
@@ -58,14 +58,14 @@ class Introduction:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where two nodes do not go together.
+    """A point on which two nodes do not match.
 
     Args:
-        field: the flag, or what else is to be changed.
-        value: what it is here.
-        problem: the same in words, with the other node's host.
+        field: the flag, or whatever else has to be changed.
+        value: its value on this node.
+        problem: the mismatch in words, with the other node's host.
         hint: what to do.
-        hopeless: no round of both is what anybody asked for.
+        hopeless: whether any round with both nodes would be wrong.
     """
 
     field: str
@@ -94,9 +94,9 @@ class Guest:
 
     Args:
         introduction: what it says.
-        has_secret: it says that it has one.
-        proved: it has ours.
-        fingerprint: of the one it has, as it says.
+        has_secret: whether the node says that it has a secret.
+        proved: whether it has proved that it has ours.
+        fingerprint: its secret's fingerprint, as it says.
     """
 
     introduction: Introduction
@@ -126,7 +126,7 @@ def unpack(data: bytes, secret: bytes | None, role: Role) -> Guest | None:
 
 
 def mismatches(mine: Introduction, secret: bytes | None, guest: Guest) -> tuple[Mismatch, ...]:
-    """Where this node and another do not go together; none if they do.
+    """The points on which this node and another do not match; empty if they match.
 
     Args:
         mine: this node.
@@ -173,7 +173,7 @@ def _secret(mine: bytes | None, guest: Guest) -> Mismatch:
 def _nodes(mine: Introduction, theirs: Introduction) -> Mismatch | None:
     if mine.nodes == theirs.nodes:
         return None
-    # Ranges may differ: a running job is made larger or smaller node by node.
+    # Ranges may differ: a running job is grown or shrunk node by node.
     fixed = ":" not in mine.nodes or ":" not in theirs.nodes
     problem = f"the number of nodes is {mine.nodes} here and {theirs.nodes} on {theirs.host}"
     return Mismatch("--nnodes", mine.nodes, problem, "give all nodes the same --nnodes", fixed)
@@ -209,7 +209,7 @@ def _versions(mine: Introduction, theirs: Introduction) -> Mismatch | None:
 def _word(body: Mapping[str, Any], name: str) -> Any:
     value = body.get(name)
     text = value if isinstance(value, str) else ""
-    # It goes to a terminal.
+    # The text is printed to a terminal.
     return "".join(each for each in text if each.isprintable())[:_LONGEST_TEXT]
 
 

@@ -1,16 +1,16 @@
-"""Whether the nodes of a round keep the workers that they had in the last one. Pure.
+"""Decides whether the nodes of a round keep the workers that they had in the last one. Pure.
 
-Workers in a session survive the loss of a node. A node that holds such workers says so in its record. If in the new round all of
-these nodes have the ranks that they had, as many nodes take part as before, and each has as many workers, then
-ranks and world size stay: the workers continue, and the nodes in the free places start the lost ones anew.
+Workers in a session survive the loss of a node. A node that holds such workers says so in its record. If, in the new round,
+all of these nodes have their old ranks, as many nodes take part as before, and each has as many workers, then
+ranks and world size stay: the workers continue, and the nodes in the free places start replacements for the lost ones.
 
-Workers whose session can go on with another number of ranks (*resizes*) also continue if fewer or more nodes take part, or others have
-their ranks: each gets a new rank.
+Workers whose session can go on with another number of ranks (*resizes*) also continue if fewer or more nodes take part, or
+if nodes change ranks: each worker gets a new rank.
 
-A new worker runs the script's set-up with the ranks of the session's *first* round, as all others have, in the place of one that
-was there then (its node's *origin*). The set-up of each is recorded in the workers' store, on node 0, and the next nodes have copies of
-each node's records: by default, one of them. If the store is lost together with a node and all of these, nobody has them, and all
-workers start anew. A worker that takes a lost one's place has no records until it is in the session.
+A new worker runs the script's set-up with the ranks of the session's *first* round, as all others did, in the place of a worker
+of that round (its node's *origin*). Each worker's set-up is recorded in the workers' store, on node 0, and the nodes that follow
+a node hold copies of its records: one of them by default. If the store is lost together with a node and all holders of its
+copies, the records are gone, and all workers restart. A replacement worker has no records until it joins the session.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Held:
     """The workers that a node holds.
 
     Args:
-        generation: of the round they are from.
-        workers: number of workers of each node, by rank, in that round.
-        replaced: how many were replaced since their session began, as far as this node knows.
-        has_state: whether any of them is in the session, not only about to enter it.
-        has_records: whether all of them are, and no record of theirs, and no copy that they are to have, is missing.
-        copies: how many nodes are to have the records of each node, itself among them; 0: unknown.
-        port: of their store, on node 0; 0 if nobody has served it yet.
-        resizes: they can go on with another number of ranks.
-        first: number of workers of each node in the session's first round; empty: as ``workers``.
-        origin: the rank of the node in that round whose set-up they have run.
+        generation: the round they are from.
+        workers: each node's number of workers in that round, by rank.
+        replaced: how many were replaced since their session started, as far as this node knows.
+        has_state: whether any of them is in the session, rather than about to enter it.
+        has_records: whether all of them are in the session, and no record of theirs, and no copy they should hold, is missing.
+        copies: how many nodes should have the records of each node, including itself; 0: unknown.
+        port: the port of their store, on node 0; 0 if no node has served it yet.
+        resizes: whether they can go on with another number of ranks.
+        first: each node's number of workers in the session's first round; empty: as ``workers``.
+        origin: the rank, in the session's first round, of the node whose set-up they have run.
     """
 
     generation: int
@@ -68,7 +68,7 @@ class Held:
 
     @classmethod
     def from_json(cls, held: object) -> Self | None:
-        """None if the node holds none, or the value makes no sense."""
+        """None if the node holds no workers, or the value makes no sense."""
         if not isinstance(held, dict) or not isinstance(held.get("workers"), list):
             return None
         return cls(
@@ -91,15 +91,15 @@ class Kept:
 
     Args:
         keepers: the ranks of these nodes.
-        bare: those of them none of whose workers is in the session: what they run takes lost places, and has no state yet.
-        lacking: those of them that lack a record of the script's set-up which they are to have.
-        replaced: how many workers were replaced since the session began: the most that any of them knows of.
-        port: of the workers' store on node 0; 0 if node 0 has to serve another one.
-        copies: how many nodes are to have the records of each node.
-        first: number of workers of each node in the session's first round; empty: as in this one, and so are all ranks.
-        origins: by rank of the node, the one in the first round whose set-up its workers run, or have run.
-        before: number of workers of each node in the last round, if ranks have changed since; else empty.
-        were: by rank of the node, the one that it had in the last round; -1: it was not in it.
+        bare: the keepers with no worker in the session: their workers take lost places, and have no state yet.
+        lacking: the keepers that lack a record of the script's set-up that they should have.
+        replaced: how many workers were replaced since the session started: the most that any keeper knows of.
+        port: the port of the workers' store on node 0; 0 if node 0 has to serve another store.
+        copies: how many nodes should have the records of each node.
+        first: each node's number of workers in the session's first round; empty: these and all ranks are as in this round.
+        origins: by node rank, the rank in the first round of the node whose set-up its workers run or have run.
+        before: each node's number of workers in the last round, if ranks have changed since; otherwise empty.
+        were: by node rank, the node's rank in the last round; -1: it was not a member.
     """
 
     keepers: frozenset[int]
@@ -114,11 +114,11 @@ class Kept:
     lacking: frozenset[int] = frozenset()
 
     def relies_on(self, rank: int, count: int) -> bool:
-        """Whether newcomers may find records of the script's set-up with this node alone: the store that had them is lost.
+        """Whether newcomers may find records of the script's set-up only on this node, because the store that had them is lost.
 
         Args:
-            rank: of the node.
-            count: of nodes in the round.
+            rank: the node's rank.
+            count: the number of nodes in the round.
         """
         if self.port:
             return False
@@ -145,7 +145,7 @@ class Kept:
 
     @classmethod
     def from_json(cls, kept: object) -> Self | None:
-        """None if all workers start anew."""
+        """None if all workers restart."""
         if not isinstance(kept, dict) or not isinstance(kept.get("keepers"), list):
             return None
         return cls(
@@ -163,17 +163,17 @@ class Kept:
 
 
 def wanted(records: Iterable[Mapping[str, Any]]) -> int:
-    """How many nodes it takes for workers to be kept; 0 if no node holds any."""
+    """How many nodes it takes to keep the workers; 0 if no node holds any."""
     held = [Held.from_json(fields.facts_in(record).get("held")) for record in records]
     return max((len(each.workers) for each in held if each is not None), default=0)
 
 
 def decide(records: Sequence[Mapping[str, Any]], workers: Sequence[int]) -> tuple[Kept | None, str]:
-    """Whether the nodes keep their workers, and who is who from now on; and in words why they do not, if any node holds some.
+    """How the nodes keep their workers, or None if they do not; and the reason for None in words, empty if no node holds any.
 
     Args:
-        records: of the round's nodes, in the order of their new ranks.
-        workers: number of workers of each.
+        records: the records of the round's nodes, in the order of their new ranks.
+        workers: each node's number of workers.
     """
     keepers: dict[int, tuple[int, Held]] = {}
     for rank, record in enumerate(records):
@@ -235,14 +235,14 @@ def _origins(
     stays: bool,
     has_store: bool,
 ) -> tuple[int, ...] | None:
-    """Whose set-up each node's workers run, or have run; None if a new node would find no records of any."""
+    """For each node, the origin whose set-up its workers run or have run; None if a new node would find no records to run."""
     count = len(workers)
     if stays and not first:
         whole = {node for node, (_, each) in keepers.items() if each.has_records}
         copies = _copies(keepers)
         is_lost = any(not _holders(node, copies, count) & whole for node in range(count))
         return None if is_lost and not has_store else tuple(range(count))
-    # A new node's workers do what those of another one have done: each of their groups has all ranks, and gives them the same.
+    # A new node's workers repeat what another node's did: each of their groups spans all ranks, and gives all the same results.
     of_keepers = {rank: each.origin if first else last for rank, (last, each) in keepers.items()}
     known = {
         workers[rank]: origin
@@ -257,12 +257,12 @@ def _origins(
 
 
 def _holders(node: int, copies: int, count: int) -> frozenset[int]:
-    """The nodes that are to have the records of a node."""
+    """The nodes that should have the records of a node."""
     return frozenset((node + distance) % count for distance in range(min(max(1, copies), count)))
 
 
 def _copies(keepers: Mapping[int, tuple[int, Held]]) -> int:
-    """How many nodes are to have the records of each node, as far as any knows."""
+    """How many nodes should have the records of each node: the least that any keeper knows."""
     return min((each.copies for _, each in keepers.values() if each.copies), default=1)
 
 

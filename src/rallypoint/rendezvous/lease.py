@@ -1,10 +1,10 @@
-"""Which nodes have fallen silent: pure, from counters that should have moved.
+"""Decides which nodes have fallen silent, from counters that should have moved. Pure.
 
-Every node adds to a counter of its own; the observer notes, on its own clock, when it last saw each of
-them move. No two clocks are compared (leases as in Gray and Cheriton, SOSP 1989, held by the observer).
+Every node adds to a counter of its own; the observer notes, on its own clock, when it last saw each counter
+move. No two clocks are compared (leases as in Gray and Cheriton, SOSP 1989, held by the observer).
 
-The observer itself may stand still: suspended with its whole job, or because the store does not answer. Time in which it
-has not looked says nothing about the others (as in Lifeguard, arXiv:1707.00788).
+The observer itself may be stopped: suspended with its whole job, or blocked because the store does not answer. Time during
+which it did not look says nothing about the others (as in Lifeguard, arXiv:1707.00788).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Leases(Generic[Node]):
     _looked: float | None = None
 
     def observe(self, now: float, counters: Mapping[Node, int]) -> tuple[Node, ...]:
-        """Note the counters of all nodes watched, and return those that are lost.
+        """Note the counters of all watched nodes, and return the nodes that are lost.
 
         Only a larger counter counts as a beat: a stranger may write back an old one.
 
@@ -50,7 +50,7 @@ class Leases(Generic[Node]):
         return tuple(lost)
 
     def _forgive(self, now: float) -> None:
-        """Of a pause between two looks, no more than half a lease counts."""
+        """Count no more than half a lease of a pause between two looks."""
         pause = 0.0 if self._looked is None else now - self._looked - self.timeout / 2
         self._looked = now
         if pause > 0:

@@ -3,15 +3,15 @@
 A node is lost on either of two signs:
 
 - *Its heartbeat stops.* Every node writes a growing number under its own key ten times per lease. Its watcher
-  notes, on its own clock, when the number last changed (:mod:`.lease`). This detects a silent host.
-- *Its process ended.* Each node listens on a port and sends nothing there. When the process ends, the kernel ends the
-  connections of its watchers. If a second attempt is then refused, the process is gone. This detects a killed
+  notes, on the watcher's own clock, when the number last changed (:mod:`.lease`). This detects a silent host.
+- *Its process ended.* Each node listens on a port and sends nothing there. When the process exits, the kernel closes its
+  watchers' connections. If a second attempt is then refused, the process is gone. This detects a killed
   process on a living host within milliseconds.
 
 Each node watches its predecessor in rank order (rank 0 watches the last); rank 0 also reads all heartbeats. So
-the cost for any other node does not depend on the number of nodes. After a loss, a node watches all predecessors that it
-knows at once, because neighbours may have been killed together. It does the same while the nodes look for
-a lost store; then only proof that a process has ended counts.
+the cost for any other node does not depend on the number of nodes. After a loss, a node watches all the predecessors it
+knows at the same time, because neighbours may have been killed together. It does the same while the nodes look for
+a lost store; in that case, only proof that a process has exited counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .record_store import RecordStore
 
 # Beats in one lease.
 BEATS = 10
-# A refused connection alone proves nothing (from here, the address may be another host's). It does if the
+# A refused connection alone proves nothing (from here, the address may be another host's). It is proof if the
 # heartbeat has also been missing for this many intervals.
 BEATS_AFTER_REFUSAL = 4
 
@@ -54,11 +54,11 @@ class Neighbour:
     """A node that is watched.
 
     Args:
-        node_id: whose beat to read.
-        rank: in the round.
+        node_id: its id, under which it beats.
+        rank: its rank in the round.
         host: its host name, for messages.
-        addr: where its process can be watched; None where it cannot.
-        generation: of the round.
+        addr: where its process can be watched; None if it cannot.
+        generation: the round's generation.
     """
 
     node_id: str
@@ -70,7 +70,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A node that is gone; ``certain`` if its process is known to have ended."""
+    """A node that is gone; ``certain`` if its process is known to have exited."""
 
     neighbour: Neighbour
     certain: bool
@@ -81,9 +81,9 @@ class Loss:
 class WatchPost:
     """The port at which other nodes see that this process is alive. Nothing is ever read from it.
 
-    A thread accepts the connections: abandoned ones would stay in the kernel's queue, and once that is full no watcher
-    could connect. The number of connections is limited: strangers who open more have theirs closed, and a watcher whose
-    connection was among them reconnects.
+    A thread accepts the connections: abandoned ones would stay in the kernel's queue, and once that was full no watcher
+    could connect. The number of connections is limited: if strangers open too many, connections are closed, and a watcher
+    whose connection was among them reconnects.
 
     Args:
         host: the address to listen on; None: all of this machine's.
@@ -92,7 +92,7 @@ class WatchPost:
     PAUSE = 0.1
 
     def __init__(self, host: str | None = None) -> None:
-        # With a copy in a child, this process would seem alive to its watchers after its end.
+        # If a child had a copy, this process would seem alive to its watchers after it exited.
         with forks.opening():
             self._socket = forks.close_in_child(addresses.bind_only(host, 0))
         self._socket.listen(addresses.BACKLOG)
@@ -107,7 +107,7 @@ class WatchPost:
         return port
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the port. A second call does nothing."""
         if self._stop_write < 0:
             return
         # Write a byte, because closing is not enough: a forked child may have a copy.
@@ -131,7 +131,7 @@ class WatchPost:
                 if fd == self._socket.fileno():
                     if not lines.accept():
                         select.select([self._stop_read], [], [], self.PAUSE)
-                elif fd in lines:  # it sent data, which watchers never do, or it ended
+                elif fd in lines:  # it sent data, which watchers never do, or it closed
                     lines.take(fd).close()
 
 
@@ -143,9 +143,9 @@ class Pulse:
         node_id: this node's.
         lease: seconds of silence after which a node is lost.
         on_loss: called from this thread for each node that is lost.
-        on_store_lost: called from this thread, once, when the store is lost; then the thread ends.
+        on_store_lost: called from this thread, once, when the store is lost; then the thread exits.
         delay: seconds before the first heartbeat, so that thousands of nodes do not start at the same moment.
-        numbers: growing numbers for the heartbeats; a node's next pulse continues where its last one stopped.
+        numbers: growing numbers for the heartbeats; a node's next pulse continues where the previous one stopped.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Pulse:
         self._only_proof = False
         self._round = 0
         self._lost: set[str] = set()
-        self._proven: set[str] = set()  # the lost nodes whose end is certain
+        self._proven: set[str] = set()  # the lost nodes whose processes are known to have exited
         self._stopping = False
         self._leaving = False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -189,11 +189,11 @@ class Pulse:
         everybody: Sequence[Neighbour] = (),
         at_each_beat: Callable[[RecordStore], None] | None = None,
     ) -> None:
-        """Watch from now on the first living node of one list, and the heartbeats of all nodes of the other."""
+        """From now on, watch the first living node of ``nearest_first`` and the heartbeats of ``everybody``."""
         self._watch(nearest_first, everybody, at_each_beat, only_proof=False)
 
     def prove(self, nodes: Sequence[Neighbour]) -> None:
-        """Find out which of these nodes have ended, all at once. A node that is only silent is not lost."""
+        """Find out which of these nodes' processes have exited, all at once. A node that is only silent is not lost."""
         self._watch(nodes, (), None, only_proof=True)
 
     def _watch(
@@ -214,7 +214,7 @@ class Pulse:
             self._wake()
 
     def stop(self, *, leaving: bool, timeout: float) -> None:
-        """End the thread; with ``leaving``, its last heartbeat says that this node has left in good order."""
+        """Stop the thread; with ``leaving``, its last heartbeat says that this node has left in good order."""
         with self._lock:
             self._stopping, self._leaving = True, leaving
             self._wake()
@@ -222,7 +222,7 @@ class Pulse:
 
     def _wake(self) -> None:
         if self._write < 0:
-            return  # the thread has ended
+            return  # the thread has exited
         try:
             os.write(self._write, b"x")
         except BlockingIOError:
@@ -255,7 +255,7 @@ class Pulse:
 
     def _loop(self, lines: dict[Neighbour, _Line]) -> None:
         seen_round = 0
-        # A lease has expired when a whole one has passed since the last change; the next heartbeat notices.
+        # A lease expires when a whole one has passed since the last change. The next look notices, so one interval is taken off.
         leases: Leases[str] = Leases(self._lease - self._interval)
         refused: Leases[str] = Leases(self._interval * BEATS_AFTER_REFUSAL)
         next_beat = MONOTONIC.now() + self._delay
@@ -323,7 +323,7 @@ class Pulse:
                 neighbour = watched[each]
                 self._lose(Loss(neighbour, True, _lost(neighbour, LEFT), left=True))
         now = MONOTONIC.now()
-        # Certain losses first: otherwise the node is first reported as silent only.
+        # Certain losses first: otherwise the node would first be reported as merely silent.
         doubtful = {each: numbers[each] for each in suspects if each in numbers}
         for each in refused.observe(now, doubtful):
             self._lose(Loss(watched[each], True, _lost(watched[each], ENDED)))
@@ -334,7 +334,7 @@ class Pulse:
             self._lose(Loss(watched[each], False, _lost(watched[each], silent)))
 
     def _heed_end(self, neighbour: Neighbour) -> None:
-        """Its process has ended. Its last heartbeat tells whether it left in good order."""
+        """Handle the exit of a neighbour's process. Its last heartbeat tells whether it left in good order."""
         try:
             body = self._connected().peek(f"beat/{neighbour.node_id}")
         except RendezvousConnectionError:  # it also served the store
@@ -346,7 +346,7 @@ class Pulse:
     def _lose(self, loss: Loss) -> None:
         node_id = loss.neighbour.node_id
         with self._lock:
-            # A silent node may later prove to have ended; that is reported as well.
+            # A silent node may later prove to have exited; that is reported as well.
             if node_id in (self._proven if loss.certain else self._lost):
                 return
             self._lost.add(node_id)
@@ -389,10 +389,10 @@ class _Line:
             self._socket.setblocking(False)
             self._settle(self._socket.connect_ex(address))
         except OSError:
-            self.close()  # unreachable: only its heartbeat is left
+            self.close()  # unreachable: only the heartbeat is left to go by
 
     def _look_up(self, host: str, port: int) -> None:
-        """Find the address: at once, or in a thread. A name server may take longer than a heartbeat may be late."""
+        """Resolve the address: a numeric one here, a name in a thread, since a lookup may outlast the next heartbeat."""
         try:
             numeric = socket.AI_NUMERICHOST
             self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)[0]
@@ -403,9 +403,9 @@ class _Line:
         def ask() -> None:
             try:
                 self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-                self._is_cut = True  # so that it is opened with the next heartbeat
+                self._is_cut = True  # so that the next heartbeat opens the connection
             except OSError:
-                pass  # again after a pause; meanwhile its heartbeat is left
+                pass  # try again after a pause; meanwhile there is still the heartbeat
             finally:
                 self._looking_up = False
 
@@ -414,7 +414,7 @@ class _Line:
             self._looking_up = False
 
     def try_again(self, pause: float) -> None:
-        """If it was unreachable, try again ``pause`` seconds after the last attempt; at once if it was cut."""
+        """If the node was unreachable, try again ``pause`` seconds after the last attempt; at once if the line was cut."""
         if self._looking_up or self._socket is not None or self.refused or self.ended:
             return
         if self._is_cut or MONOTONIC.now() >= self._tried + pause:
@@ -436,14 +436,14 @@ class _Line:
                 self.refused = True
 
     def register(self, poller: select.poll) -> int:
-        """Register it with the poller; its descriptor, or -1 without a connection."""
+        """Register the connection with the poller. Returns its descriptor, or -1 if there is none."""
         if self._socket is None:
             return -1
         poller.register(self._socket, select.POLLIN if self._connected else select.POLLOUT)
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """Its descriptor is ready."""
+        """Handle a ready descriptor."""
         sock = self._socket
         if sock is None:
             return
@@ -452,7 +452,7 @@ class _Line:
             if code != errno.ECONNRESET:
                 self._settle(code)
                 return
-            # It was made and cut before this thread looked: the process ended, and its port a moment later.
+            # The connection was made and cut before this thread looked: the process exited, and its port closed a moment later.
         try:
             if self._connected and sock.recv(64):
                 return  # no data is expected here: ignore it
@@ -460,7 +460,7 @@ class _Line:
             return
         except OSError:
             pass
-        # Did the process end, or only the connection? If the next attempt is refused, the process did.
+        # Did the process exit, or did only the connection close? If the next attempt is refused, the process exited.
         self.close()
         # Cut twice in a row: strangers crowd the port, which may last. Try again with the next heartbeat.
         self._is_cut = self._again and MONOTONIC.now() < self._tried + _CUT_AGAIN
@@ -489,7 +489,7 @@ def _poll(lines: Iterable[_Line], wake_fd: int, timeout: float) -> None:
     poller = select.poll()
     poller.register(wake_fd, select.POLLIN)
     by_fd = {line.register(poller): line for line in lines}
-    # Opening a line may already have shown that the process has ended.
+    # Opening a line may already have shown that the process has exited.
     until = 0.0 if any(line.ended for line in by_fd.values()) else timeout * 1000 + 1
     for fd, _ in poller.poll(until):
         if fd == wake_fd:

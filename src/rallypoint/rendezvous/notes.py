@@ -1,9 +1,9 @@
-"""Which of two stores is the job's, and the notes that lead from one to the other. Pure.
+"""Decides which of two stores is the job's, and keeps the notes that lead from one to the other. Pure.
 
-When the job's store moves, others may remain: one that a restarted node serves at the endpoint, one in a part of the
+When the job's store moves, other stores may remain: one that a restarted node serves at the endpoint, one in a part of the
 network that was cut off, one whose node was redirected. Each of them gets a note that points to a newer store. All
-nodes agree on which of two is newer (:class:`Age`), and ages only grow. So notes lead to newer and newer stores:
-there are no circles.
+nodes agree which of two stores is newer (:class:`Age`), and ages only grow. So notes lead to ever newer stores,
+never in a circle.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MOVE_OF_MEMBER = 1_000_000
 
 @dataclass(frozen=True, order=True, slots=True)
 class Age:
-    """How much a store has seen. The greater one is the job's.
+    """How much a store has seen. The store with the greater age is the job's.
 
     Args:
-        generation: of its next round. Of two parts of a broken network, only the one that has gone on has more.
-        moves: how often the job's store had moved when it came here. A store that has moved has seen no more
-            rounds at first than the one its nodes come from.
-        store: its random name, which tells two apart that moved at the same time.
+        generation: its next round. Of two parts of a broken network, only the one that went on has a later round.
+        moves: how often the job's store had moved when it came here. At first, a store that has moved has seen no more
+            rounds than the one its nodes come from.
+        store: its random name, which distinguishes two stores that moved at the same time.
     """
 
     generation: int = 0
@@ -36,7 +36,7 @@ class Age:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The job's store is elsewhere now, and was that old when this was noted: the others meet there."""
+    """The job's store is elsewhere now, and the others meet there. ``age`` is its age when this was noted."""
 
     addr: str
     port: int
@@ -44,12 +44,12 @@ class Moved:
 
 
 def moves_after(moves: int, *, by_member: bool) -> int:
-    """The moves of a store that a node comes to, from those of the store that it has lost.
+    """The number of moves of the store that a node comes to, from that of the store it has lost.
 
     Args:
-        moves: of the lost one.
-        by_member: the node was a member of the last round. One that only waited knows no plan: a store that such nodes alone
-            have come to is never newer than one with a member.
+        moves: the lost store's.
+        by_member: the node was a member of the last round. A node that only waited knows no plan, so a store that only
+            such nodes have come to is never newer than one with a member.
     """
     return moves + _MOVE_OF_MEMBER if by_member else moves % _MOVE_OF_MEMBER + 1
 
@@ -92,9 +92,9 @@ def leads_on(note: object, here: Age, ended: frozenset[str] = frozenset()) -> Mo
     """Where to go from a store with this note in it; None: stay.
 
     Args:
-        note: as it stands there.
-        here: the age of that store, now.
-        ended: names of stores that are known to be served no more.
+        note: the note as it stands there.
+        here: the current age of that store.
+        ended: names of stores that are known to be no longer served.
     """
     moved = read(note)
     if moved is None or moved.age <= here or moved.age.store in ended:
@@ -103,15 +103,15 @@ def leads_on(note: object, here: Age, ended: frozenset[str] = frozenset()) -> Mo
 
 
 def is_news(note: Moved, held: object) -> bool:
-    """Whether a note should replace the present one."""
+    """Whether a note should replace the one in place."""
     before = read(held)
     return before is None or before.age < note.age
 
 
 def to_lead_to(one: Age, other: Age) -> Age | None:
-    """The newer of two stores, if the other one should get a note that leads there.
+    """The newer of two stores, if the other should get a note that leads there.
 
-    It does not where both are one store, and not before the newer one has its name.
+    It should not if the two are the same store, or before the newer one has its name.
     """
     newer = max(one, other)
     return newer if newer.store and one.store != other.store else None

@@ -1,4 +1,4 @@
-"""What the protocol asks its shell to do, one operation at a time.
+"""The operations that the protocol asks its shell to carry out, one at a time.
 
 :mod:`.protocol` yields them and is sent ``(now, result)``; :mod:`.dynamic` carries them out on a store, the tests
 on a table.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Put a record if there is none; the result is the present body."""
+    """Put a record if there is none; the result is the body now in place."""
 
     key: str
     body: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Identify:
-    """This node leads the round after one of its own, whose members have these ids, by rank: it has heard of their ends by rank."""
+    """Note the ids, by rank, of the members of this node's last round; it leads the next one. Losses were reported by rank."""
 
     ids: tuple[str, ...]
 
@@ -78,7 +78,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Others rely on this node from now on: it beats (:mod:`.liveness`), if it does not yet."""
+    """Beat from now on (:mod:`.liveness`), unless this node already does: others rely on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Tell:
     """Tell the user.
 
     Args:
-        text: what.
-        where: how the text goes on after the place at which nodes meet, if it is to be named.
+        text: the message, or its first part.
+        where: the part after the place where nodes meet; None: the place is not named.
     """
 
     text: str
@@ -96,7 +96,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class IsNew:
-    """Whether the store has taken the place of a lost one since the last round: what nodes had noted there is lost."""
+    """Whether the store has replaced a lost one since the last round, so that what nodes noted in the old one is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Options as ``--rdzv-conf`` and an endpoint's ``?NAME=VALUE`` give them: their types, and how they are read. Pure."""
+"""Options from ``--rdzv-conf`` and from an endpoint's ``?NAME=VALUE``: their types and how they are parsed. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Option:
         help: what it sets, in one phrase, with unit and default.
         kind: the type of its value: ``str``, ``int``, ``bool``, or ``float`` for seconds above 0.
         aliases: other names for it in ``--rdzv-conf``.
-        tls: it concerns encryption, so only schemes with TLS take it.
+        tls: whether the option concerns encryption, so that only schemes with TLS accept it.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Option:
 
         Args:
             value: text, or a value of that type.
-            shown: what the user wrote it after, for the error: ``--rdzv-conf lease``.
+            shown: the flag the user gave it with, for the error: ``--rdzv-conf lease``.
         Returns:
-            It, as ``kind``.
+            The value, as ``kind``.
         Raises:
-            ConfigError: it is not of that type.
+            ConfigError: the value is not of that type.
         """
         if self.kind is bool:
             return as_bool(shown, value)
@@ -62,12 +62,12 @@ def as_bool(shown: str, value: object) -> bool:
 
 
 def as_int(shown: str, value: object) -> int:
-    """``value`` as a whole number; 2.0, "2.5" and True are none. ``shown`` names it in the ConfigError."""
+    """``value`` as a whole number; 2.0, "2.5" and True are refused. ``shown`` names it in the ConfigError."""
     try:
         if isinstance(value, str | int) and not isinstance(value, bool):
             return int(value)
     except ValueError:
-        pass  # raised below, as for every other type
+        pass  # the error is raised below, as for every other type
     raise ConfigError(shown, value, "expected a whole number")
 
 

@@ -1,4 +1,4 @@
-"""The settings of a rendezvous: torchelastic's parameters, checked when they are given."""
+"""The settings of a rendezvous: torchelastic's parameters, checked on construction."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .option import as_bool, as_int, as_seconds
 
 
 class RendezvousParameters:
-    """Which rendezvous, of which job, for how many nodes.
+    """Which rendezvous to use, for which job, with how many nodes.
 
-    Attributes have torch's names: a function that makes a handler from torch's object also takes ours.
+    Attributes have torch's names, so a function that makes a handler from torch's object also takes ours.
 
     Args:
         backend: name of the backend.
         endpoint: where nodes meet (:func:`.parse_endpoint`); some backends need none.
         run_id: the job's name.
-        min_nodes: the fewest nodes a round is formed with.
-        max_nodes: the most.
+        min_nodes: the fewest nodes that form a round.
+        max_nodes: the most nodes that form a round.
         local_addr: the name or address by which other nodes reach this one, or None to find out.
         config: options of the backend (``--rdzv-conf``); values may be text.
 
     Raises:
-        ConfigError: a value is impossible; says which.
+        ConfigError: a value is invalid; the error says which.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RendezvousParameters:
         self.config: dict[str, Any] = config
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An option as it was given.
+        """An option as given.
 
         Args:
             key: its name.
@@ -90,7 +90,7 @@ class RendezvousParameters:
         Returns:
             Its value; ``default``; or None if it was given as None.
         Raises:
-            ConfigError: it is not a whole number, as 2.0, "2.5" and True are not.
+            ConfigError: it is not a whole number (2.0, "2.5" and True are not).
         """
         value = self.get(key, default)
         return None if value is None else as_int(f"--rdzv-conf {key}", value)
@@ -110,7 +110,7 @@ class RendezvousParameters:
         return as_seconds(f"--rdzv-conf {key}", default if value is None else value)
 
 
-# Programs without type checks pass anything; the checker must not know that these two ask.
+# Untyped programs may pass anything. These are functions so that the type checker does not call the checks redundant.
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 

@@ -1,4 +1,4 @@
-"""A round's plan: made from the records of those that have arrived, and read by all that are in it."""
+"""A round's plan: made from the records of the nodes that have arrived, and read by every member."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .quorum import Arrival
 from .records import MAX_DEPTH, is_deep
 
 
-# How many nodes at the head of a plan say where they could serve the store. The first that lives does.
+# How many nodes at the head of a plan say where they could serve the store. The first live one serves it.
 NUM_STANDBYS = 16
-# Characters of a plan for each node's id: it is read by thousands, and only has to differ from old ones.
+# Characters per node id in a plan. Thousands of nodes read the plan, and an id only has to differ from old ones.
 _DIGEST = 8
-# Characters of a node's record. A plan repeats parts of 1 + NUM_STANDBYS of them, and has to stay below MAX_RECORD.
+# The most characters of a node's record. A plan repeats parts of 1 + NUM_STANDBYS records and must stay below MAX_RECORD.
 MAX_ARRIVAL = 48 * 1024
-# Levels that a plan adds around the parts of a record.
+# Levels of nesting that a plan adds around the parts of a record.
 _DEPTH_OF_PLAN = 2
 
 
@@ -30,11 +30,11 @@ def make(
     spares: Sequence[int],
     records: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What everybody is told. Small: every node reads it."""
+    """The plan, which tells every node what it needs. It is small, because every node reads it."""
     facts = [fields.facts_in(records[slot]) for slot in order]
     workers = [fields.number(each.get("workers", 1)) for each in facts]
     kept, why_not = kept_round.decide([records[slot] for slot in order], workers)
-    # By rank, but first those at whose place a newcomer looks for the store: else it would not find the job.
+    # By rank, but nodes in whose place a newcomer looks for the store come first; otherwise it would not find the job.
     standbys = sorted(
         enumerate(order[:NUM_STANDBYS]),
         key=lambda each: _standby(records[each[1]]).get("listed") is not True,
@@ -70,13 +70,13 @@ def _standby(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a plan tells about its rank 0."""
+    """What a plan says about its rank 0."""
     first = None if plan is None else plan.get("first")
     return first if isinstance(first, dict) else {}
 
 
 def why_not_kept(plan: Mapping[str, Any]) -> str:
-    """Why nodes that held workers start all anew, in words; empty if they do not."""
+    """Why nodes that held workers restart them all, in words; empty if they do not."""
     told = plan.get("not_kept", "")
     return told[: fields.MAX_NAME] if isinstance(told, str) and told.isprintable() else ""
 
@@ -89,7 +89,7 @@ def order(plan: Mapping[str, Any]) -> list[int]:
 def names(plan: Mapping[str, Any], rank: int, node_id: str) -> bool:
     """Whether a plan has this node at a rank.
 
-    A slot alone is not enough: a plan of an earlier job, of the same name and with the same secret, has it too, and a
+    A slot alone is not enough: a plan of an earlier job with the same name and secret has the slot too, and a
     stranger may have kept that plan. Ids are random, so only a plan of this job names this node.
     """
     digests = plan.get("names")
@@ -126,10 +126,10 @@ def _rank(value: object) -> int | None:
 def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
     """How much of the job's restart budget is used, with this round.
 
-    A failure is charged; a node that came or went is not. A failure that may be no more than the echo of
-    a lost node is charged if all of the last round are here (``whole``): then nobody was lost. It is the echo
-    of workers that another node stopped where that one says that members came or went. Who was no member of
-    the last round knows nothing of its end: what befell it in an earlier one is settled.
+    A failure is charged; nodes coming or going are not. A failure that may only be the echo of
+    a lost node is charged if all of the last round's members are here (``whole``): then no node was lost. If a node
+    says that members came or went, the failure is the echo of the workers it stopped. A node that was not a member
+    of the last round knows nothing of how it ended: what happened to that node in an earlier round is settled.
     """
     used = max(
         (fields.number(fields.facts_in(each).get("restarts", 0)) for each in records), default=0
@@ -144,15 +144,15 @@ def restarts(records: Sequence[Mapping[str, Any]], *, whole: bool) -> int:
 
 
 def ages(records: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-    """How many seconds ago the restarts were that still count, as the node says that counts most of them.
+    """How many seconds ago each restart that still counts was, as told by the node that counts the most of them.
 
-    These are durations, so no two clocks are compared, and a node that has come later counts like the others.
+    These are durations, so no two clocks are compared, and a node that arrived later counts like the others.
     """
     return max((ages_in(fields.facts_in(each)) for each in records), key=len, default=())
 
 
 def ages_in(held: Mapping[str, Any]) -> tuple[float, ...]:
-    """Those that a node tells, or a plan."""
+    """The ages in a node's facts, or in a plan."""
     told = held.get("ages")
     numbers = told if isinstance(told, list) else []
     return tuple(float(age) for age in numbers if isinstance(age, int | float) and 0 <= age < 2**62)
@@ -169,5 +169,5 @@ def ids_in(record: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def seeded(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A plan for an empty store: nodes that read it there look for their ids, not their slots."""
+    """A plan for an empty store. Nodes that read it there look for their ids, not their slots."""
     return plan if "seeded" in plan else {**plan, "by": f"{plan.get('by')}+", "seeded": True}

@@ -1,8 +1,8 @@
-"""A third party's handler, as a launcher needs it.
+"""Adapts a third party's handler to what a launcher needs.
 
 The handler determines the members of a round, their ranks and the store. Everything else (one plan for all, heartbeats,
 watching a neighbour) comes from our own protocol, which then runs in that store with those nodes and ranks. So a plug-in
-implements torchelastic's interface and no more.
+implements only torchelastic's interface.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .home import LastRound, Recovery
 from .store import Store
 
 
-# Rank 0 asks the plug-in this often (seconds) whether nodes wait.
+# How often rank 0 asks the plug-in whether nodes wait (seconds).
 ASK_EVERY = 1.0
-# How long it may take to answer when the round is over.
+# How long the plug-in may take to answer when the round is over (seconds).
 ANSWER_PATIENCE = 5.0
 
 
@@ -53,7 +53,7 @@ class _RoundsHome(FixedHome):
         deadline: Deadline,
         stop: threading.Event,
     ) -> Recovery:
-        raise error  # the next round may have another
+        raise error  # the next round may have another store
 
 
 class PluggedRendezvous(DynamicRendezvous):
@@ -61,7 +61,7 @@ class PluggedRendezvous(DynamicRendezvous):
 
     Args:
         make: makes the plug-in's handler; called by the first :meth:`next_rendezvous`.
-        more: as :class:`~rallypoint.rendezvous.dynamic.DynamicRendezvous` takes them, but for the home.
+        more: the arguments of :class:`~rallypoint.rendezvous.dynamic.DynamicRendezvous`, except the home.
     """
 
     def __init__(self, make: Callable[[], RendezvousHandler], **more: Any) -> None:
@@ -77,7 +77,7 @@ class PluggedRendezvous(DynamicRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         self._end_asking()
         if self._handler is None:
-            load()  # the store will be c10d's, which prints warnings unless it is told not to beforehand
+            load()  # the store will be c10d's, which prints warnings unless told not to beforehand
             self._handler = self._ask(self._make)
         info = self._ask(self._handler.next_rendezvous)
         store, rank, count = info
@@ -97,7 +97,7 @@ class PluggedRendezvous(DynamicRendezvous):
         return formed
 
     def find_store(self) -> None:
-        self._connection.close(leaving=False)  # the plug-in's next round has one
+        self._connection.close(leaving=False)  # the plug-in's next round brings a store
 
     def abandon_store(self) -> None:
         pass  # no node of the job is known to serve it
@@ -117,7 +117,7 @@ class PluggedRendezvous(DynamicRendezvous):
         return self._handler is None or bool(self._ask(self._handler.shutdown))
 
     def _go_to_new_store(self) -> None:
-        """As if the job's store had moved: put the last plan there, for nodes that have not been in a round."""
+        """Treat a new store as if the job's store had moved: put the last plan there, for nodes that were in no round yet."""
         if self._standing.node.generation is None:
             self._connection.close(leaving=False)
             return
@@ -134,7 +134,7 @@ class PluggedRendezvous(DynamicRendezvous):
                 assert self._handler is not None
                 waiting = int(self._handler.num_nodes_waiting())
             except Exception:  # noqa: BLE001  # a plug-in may raise anything
-                return  # it says why when it is asked for a round
+                return  # the plug-in reports the cause when asked for a round
             if waiting > known:
                 self._listener.on_waiting(waiting)
             known = waiting
@@ -146,7 +146,7 @@ class PluggedRendezvous(DynamicRendezvous):
             thread.join(ANSWER_PATIENCE)
 
     def _ask(self, question: Any) -> Any:
-        """Ask the plug-in; what it raises is told with its name, torch's errors as ours."""
+        """Ask the plug-in. What it raises is raised again with the backend's name, torch's errors as ours."""
         try:
             return question()
         except RallyError:

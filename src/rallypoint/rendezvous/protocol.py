@@ -4,30 +4,30 @@ Theory of operation
 -------------------
 Every round has a generation ``g`` and keys below ``g/`` in the job's store:
 
-- ``g/call``: the first node that is entitled to opens the round by an atomic put-if-absent; it is the leader;
+- ``g/call``: the first entitled node opens the round by an atomic put-if-absent and becomes its leader;
 - ``g/arrivals``: a counter; adding 1 gives a node its slot. ``g/node/SLOT``: the record it puts there;
-- ``g/plan``: the leader's answer, by put-if-absent: slots in rank order. There is never a second one,
-  whoever else believes to be the leader;
-- ``g/leader/TERM``: who takes over when the leader of the term before fell silent, by put-if-absent;
+- ``g/plan``: the leader's answer, by put-if-absent: slots in rank order. There is never a second plan,
+  even if another node believes it is the leader;
+- ``g/leader/TERM``: the node that takes over when the previous term's leader falls silent, by put-if-absent;
 - ``g/waiting``: how many nodes wait for the round to be opened.
 
-Entitled to open are members of round ``g-1``, and anybody for round 0. Others (late, or spare) wait in one
-blocking wait for ``g/call``; they open the round themselves only if the last round's rank 0 is silent and nobody
-else has done so. A record is written after the call, so it is itself a proof of life: a node that
+Members of round ``g-1`` are entitled to open round ``g``; any node may open round 0. Others (late, or spare) block
+in one wait for ``g/call``; they open the round themselves only if the last round's rank 0 is silent and no other
+node has opened it. A record is written after the call, so the record itself is proof of life: a node that
 died while it waited is in no plan. So only the leader and the members of a round beat (:mod:`.liveness`).
 
-An answer can be lost though the operation took effect; then the node starts the round anew and takes another
-slot. If the plan has it under an earlier one, it finds itself by its id. When the store is lost and an
-empty one takes its place, survivors put the last plan there (:func:`.plan.seeded`); its slots are the old store's,
-so there, too, ids tell. Nodes that wait restore what somebody else destroys: every node its record and the counters,
-the leader also the call. A node that waits for a round that was long ago, since it saw overwritten records when it
-came, starts anew.
+An operation can take effect though its answer is lost; the node then restarts the round and takes another
+slot. If the plan has it under an earlier slot, it finds itself by its id. When the store is lost and an
+empty one takes its place, survivors put the last plan there (:func:`.plan.seeded`). Its slots are the old store's,
+so nodes find themselves by id there, too. Waiting nodes restore what somebody else destroys: each node its record and the
+counters, the leader also the call. A node that saw overwritten records when it arrived may wait for a round that is
+long over; once it notices, it starts over.
 
-A node that joins needs five operations (call, slot, record, plan, and deleting its record of the last
+A joining node needs five operations (call, slot, record, plan, and deleting its record of the last
 round), however many nodes there are; the leader reads every record once, hundreds in one operation.
 
-The protocol is a generator: it yields one operation, and is sent ``(now, result)``. The shell that carries
-operations out is :mod:`rallypoint.rendezvous.dynamic`; the tests interleave many of these and kill some.
+The protocol is a generator: it yields one operation and is sent ``(now, result)``. The shell that carries the
+operations out is :mod:`rallypoint.rendezvous.dynamic`; the tests interleave many such generators and kill some.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Node:
     Args:
         node_id: unique, the same in every round.
         host: its host name, for messages.
-        label: where it stands, or empty.
+        label: its rack or switch, or empty.
         facts: what it tells the others (JSON values).
-        generation: of the last round it was a member of, or None.
+        generation: the last round it was a member of, or None.
         rank: its rank in that round.
         num_nodes: how many members that round had.
         slot: its slot in that round.
-        given_rank: the rank its user has given it, or None.
-        ended_stores: names of stores that are served no more; no note leads there.
+        given_rank: the rank its user gave it, or None.
+        ended_stores: names of stores that are no longer served; notes that lead there are ignored.
     """
 
     node_id: str
@@ -116,7 +116,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The round did not form: the nodes that arrived, and how many were needed."""
+    """The round did not form: the hosts that arrived, the reason, and the given ranks if there were any."""
 
     generation: int
     arrived: tuple[str, ...]
@@ -141,21 +141,21 @@ class RankTaken:
 
 Outcome = Joined | TimedOut | Closed | Moved | RankTaken
 
-# How many of the first arrivals look after the leader closely; the others at each lease.
+# How many of the first arrivals check on the leader often; the others check once per lease.
 NUM_DEPUTIES = 3
-# Rank 0 is silent for so many leases before one that waits opens a round by itself.
+# How many leases rank 0 must be silent before a waiting node opens a round on its own.
 LEASES_TO_OPEN = 3
-# How often one that waits looks at the store, in a lease.
+# How often a waiting node looks at the store, per lease.
 _LOOKS_OF_WAITING = 8
-# How far a newcomer looks back for a round that had members: those after it were closed, or void.
+# How many rounds a newcomer looks back for one that had members; the rounds after that were closed, or void.
 _ROUNDS_BACK = 8
 
 
 def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
-    """The steps of one node into its next round. Returns an :data:`Outcome`."""
+    """One node's steps into its next round. Returns an :data:`Outcome`."""
     generation = None if node.generation is None else node.generation + 1
-    entitled = True  # a member of the round before may open the next
-    void = 0  # rounds since the last one that were none: their members are still those of that one
+    entitled = True  # a member of the previous round may open the next
+    void = 0  # void rounds since the last real one, whose members are still the current ones
     while True:
         if generation is None:
             generation, entitled, outcome = yield from _find_round(node)
@@ -169,7 +169,7 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
             if outcome is not None:
                 return outcome
             if not entitled and node.given_rank is not None:
-                # Ranks are given, so a job that runs has all its nodes: this one is another job's, or there twice.
+                # Ranks are given, so a running job has all its nodes: this one belongs to another job, or was started twice.
                 taken = yield from _held_by(node.given_rank, generation - 1)
                 if taken is not None:
                     return taken
@@ -184,7 +184,7 @@ def next_round(node: Node, settings: Settings, timing: Timing) -> Steps:
         outcome = yield from _take_part(node, generation, last, settings, timing)
         match outcome:
             case _Excluded(next_generation):
-                # Too late, or too many: from now on it waits for the round after.
+                # Too late, or one too many: from now on this node waits for the round after.
                 yield LeftOut()
                 node = replace(node, generation=None)
                 generation, entitled, void = next_generation, False, 0
@@ -211,14 +211,14 @@ class _Void:
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """The round was long ago."""
+    """The round is long over."""
 
 
 def _find_round(node: Node) -> Steps:
-    """The first generation without a plan, and whether a stranger may take part right away.
+    """The first generation without a plan; whether a stranger may take part right away; and an outcome, or None.
 
-    Or, third, an outcome: the job's store is elsewhere; or this node is a member of the running round and did not hear of it;
-    or the job is closed, and no node serves the store: it may be over.
+    The outcome says that the job's store is elsewhere; that this node is a member of the running round without having heard
+    of it; or that the job is closed in a store that no node serves, so it may be over.
     """
     shared, first = ("head", "store", "moved", "closed"), ("0/plan", "0/call")
     (_, (head, store, note, closed, *found)) = yield Look((*shared, *first))
@@ -231,7 +231,7 @@ def _find_round(node: Node) -> Steps:
         (_, found) = yield Look((f"{generation}/plan", f"{generation}/call"))
     while True:
         plan, call = found
-        # A round that was closed before anybody opened it stays closed for the nodes of that job.
+        # A round that was closed before any node opened it stays closed for the nodes of that job.
         if plan is None and not (lasting and call is not None and "closed" in call):
             break
         generation += 1
@@ -246,13 +246,13 @@ def _find_round(node: Node) -> Steps:
 
 
 def _await_end(generation: int, timing: Timing) -> Steps:
-    """Wait until it is clear whether a job that was closed has ended: its last node may have died before it cleared the store.
+    """Wait until it is clear whether a closed job has ended: its last node may have died before it cleared the store.
 
     Args:
         generation: the first without a plan.
-        timing: of the rendezvous.
+        timing: the rendezvous's timing.
     Returns:
-        Closed, if a node of that job is alive; _Over, if its records are gone; None, if a new job may begin with this round.
+        Closed, if a node of that job is alive; _Over, if its records are gone; None, if a new job may start with this round.
     """
     members: frozenset[str] = frozenset()
     for last in range(generation - 1, max(-1, generation - 1 - _ROUNDS_BACK), -1):
@@ -266,7 +266,7 @@ def _await_end(generation: int, timing: Timing) -> Steps:
         (_, (closed,)) = yield Look(("closed",))
         if closed is None:
             return _Over()
-        # Who has closed it may have been in no round.
+        # The node that closed it may have been in no round.
         watched = sorted(members | {fields.node_id(closed.get("by"))})
         (now, beats) = yield Look(tuple(f"beat/{each}" for each in watched))
         numbers = dict(zip(watched, map(fields.beat_number, beats), strict=True))
@@ -275,7 +275,7 @@ def _await_end(generation: int, timing: Timing) -> Steps:
         ):
             return Closed(str(closed.get("closed")))
         before = numbers
-        # Those that have left count as well: the last of them may be about to clear the store.
+        # Nodes that have left count as well: the last of them may be about to clear the store.
         if leases.observe(now, {0: 0}):
             yield Tell(
                 "an earlier job of this name was closed, and none of its nodes is left; beginning anew"
@@ -295,7 +295,7 @@ def _held_by(rank: int, generation: int) -> Steps:
 
 
 def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timing) -> Steps:
-    """Wait until the round is opened. Returns an outcome, or None: take part; or that the round is over already."""
+    """Wait until the round is opened. Returns None (take part), an outcome, or _Over if the round is already over."""
     (_, place) = yield Increment(f"{generation}/waiting")
     (now, (plan,)) = yield Look((f"{generation - 1}/plan",))
     first = fields.node_id(plans.first(plan).get("id"))
@@ -305,7 +305,7 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         yield Tell(f"the job is running with {count} nodes; waiting {why}")
     leases: Leases[int] = Leases(timing.lease * LEASES_TO_OPEN)
     while True:
-        # Not for a whole lease: on a connection that nobody writes to, Linux notices a silent host seconds later.
+        # Not for a whole lease: on a connection with nothing to send, Linux notices a silent host only seconds later.
         (now, call) = yield Await(f"{generation}/call", timing.lease / _LOOKS_OF_WAITING)
         if call is not None:
             return Closed(str(call["closed"])) if "closed" in call else None
@@ -318,7 +318,7 @@ def _wait_for_call(node: Node, generation: int, settings: Settings, timing: Timi
         if moved is not None:
             return moved
         if fields.generation(head) > generation:
-            # No node opens this round: what we first saw had been overwritten, or all continued without us.
+            # No node will open this round: what we first saw had been overwritten, or the others continued without us.
             return _Over()
         (_, waiting) = yield Count(f"{generation}/waiting")
         while waiting < place:
@@ -348,7 +348,7 @@ def _take_part(node: Node, generation: int, last: int, settings: Settings, timin
         "facts": node.facts,
     }
     if plans.arrival(0, record) is None:
-        # The leader ignores such a record, and this node could lead no round with it.
+        # Leaders ignore such a record, and this node could not lead a round with it.
         raise ValueError(
             f"what node {node.node_id!r} tells the others is no record: its facts may be too large"
             f" (a record has at most {plans.MAX_ARRIVAL} characters) or too deeply nested"
@@ -384,7 +384,7 @@ def _arrive(generation: int, record: Mapping[str, Any]) -> Steps:
         (_, held) = yield Claim(f"{generation}/node/{filled - 1}", record)
         if held.get("id") == record["id"]:
             return filled - 1
-        # Taken, so the counter was set back: try the next one.
+        # The slot is taken, so the counter was set back: try the next one.
 
 
 def _stay(generation: int, slot: int, record: Mapping[str, Any]) -> Steps:
@@ -393,7 +393,7 @@ def _stay(generation: int, slot: int, record: Mapping[str, Any]) -> Steps:
     if held is None:
         (_, held) = yield Claim(f"{generation}/node/{slot}", record)
     if held.get("id") != record["id"]:
-        # Ours was destroyed, the counter set back, and another has come to stand there.
+        # Our record was destroyed, the counter was set back, and another node now has the slot.
         return (yield from _arrive(generation, record))
     (_, filled) = yield Count(f"{generation}/arrivals")
     while filled <= slot:
@@ -406,8 +406,8 @@ def _place(node: Node, generation: int, slot: int, plan: Mapping[str, Any]) -> S
     if "closed" in plan:
         return Closed(str(plan["closed"]))
     if "moved" in plan:
-        # The leader has compared ages. This store may have become the newer one since then, and the other one lead back here. There,
-        # and where that one is served no more, the nodes stay.
+        # The leader compared ages. Since then, this store may have become the newer one, so that the other leads back here.
+        # In that case, and if the other store is no longer served, the nodes stay.
         (_, (head, store)) = yield Look(("head", "store"))
         moved = notes.leads_on(plan["moved"], notes.age(head, store), node.ended_stores)
         return _Void(generation + 1) if moved is None else moved
@@ -436,7 +436,7 @@ def _by_id(node: Node, generation: int, plan: Mapping[str, Any]) -> Steps:
 
 
 def _leave_round(node: Node, generation: int, slot: int, failed: TimedOut) -> Steps:
-    """Give up: take the record back, unless a plan was made in this very moment."""
+    """Give up: take the record back, unless a plan was made at this very moment."""
     yield Delete(f"{generation}/node/{slot}")
     (_, (plan,)) = yield Look((f"{generation}/plan",))
     return failed if plan is None else (yield from _place(node, generation, slot, plan))
@@ -444,7 +444,7 @@ def _leave_round(node: Node, generation: int, slot: int, failed: TimedOut) -> St
 
 @dataclass(frozen=True, slots=True)
 class _NextTerm:
-    """The leader of the term fell silent."""
+    """The term's leader fell silent."""
 
 
 def _follow(
@@ -456,7 +456,7 @@ def _follow(
     timing: Timing,
     give_up: float,
 ) -> Steps:
-    """Wait for the plan, with an eye on the leader. Returns what :meth:`_Leader.lead` does."""
+    """Wait for the plan while watching the leader. Returns what :meth:`_Leader.lead` does, or _NextTerm instead of a plan."""
     leases: Leases[int] = Leases(timing.lease)
     pause = timing.lease / 5 if slot <= NUM_DEPUTIES else timing.lease
     beat: Any = None
@@ -472,7 +472,7 @@ def _follow(
             return plan, slot
         slot = yield from _stay(generation, slot, record)
         (now, gone) = yield Gone()
-        # The leader makes out when time is over; a little later each node does by itself.
+        # The leader decides when time is up; a lease later, each node decides on its own.
         if now > give_up + timing.lease:
             arrived = yield from _hosts(generation)
             return TimedOut(generation, arrived, "no plan was made"), slot
@@ -486,10 +486,10 @@ class _Leader:
 
     Args:
         node: this node.
-        generation: of the round.
-        slot: this node's slot, and ``record`` what it has put there.
-        settings, timing: of the rendezvous.
-        give_up: when the time to form the round is over.
+        generation: the round's generation.
+        slot: this node's slot; ``record`` is what it has put there.
+        settings, timing: those of the rendezvous.
+        give_up: when the time to form the round is up.
     """
 
     def __init__(
@@ -507,7 +507,7 @@ class _Leader:
         self._settings, self._timing, self._give_up = settings, timing, give_up
         self._records: dict[int, Mapping[str, Any]] = {}
         self._arrivals: dict[int, Arrival] = {}
-        # Slots that are filled, regardless of the counter, which may be set back.
+        # How many slots are known to be filled, even if the counter was set back.
         self._known = slot + 1
         self._read_again = give_up - timing.join + timing.lease
         self._members: frozenset[str] = frozenset()
@@ -519,11 +519,11 @@ class _Leader:
         self._ignored: set[int] = set()  # slots whose records made no sense
 
     def lead(self, last: int) -> Steps:
-        """The steps. Returns a plan, or why there is none; and this node's slot."""
+        """The leader's steps. Returns a plan, or why there is none; and this node's slot."""
         yield Beat()
         ids = yield from _members_of(last)
         self._members = frozenset(ids)
-        # In a store that was lost, others may have met meanwhile: ranks in their round are not those in this node's.
+        # Others may have met meanwhile in a store that was then lost; ranks in their round are not this node's ranks.
         is_own = self._node.generation == last
         if is_own and ids[self._node.rank : self._node.rank + 1] == (self._node.node_id,):
             yield Identify(ids)
@@ -547,13 +547,13 @@ class _Leader:
                     yield from self._wait(now, filled, not_yet)
 
     def _read(self) -> Steps:
-        """Read what is new. Returns the number of slots, and a plan if the round has one, or must not form here."""
+        """Read what is new. Returns the number of slots, and a plan if the round has one or must not form here."""
         generation = self._generation
         (now, filled) = yield Count(f"{generation}/arrivals")
         filled = max(filled, self._known)
         self._started = now if self._started is None else self._started
         if now >= self._read_again:
-            # A record that was destroyed may have made room for another's.
+            # Another node's record may have taken the place of one that was destroyed.
             self._read_again = now + self._timing.lease
             self._records.clear()
             self._arrivals.clear()
@@ -563,7 +563,7 @@ class _Leader:
         (_, found) = yield Look((*shared, *keys))
         (plan, head, closed, note, store, call), found = found[: len(shared)], found[len(shared) :]
         if plan is not None:
-            return filled, plan  # another leader's, or our own and the answer was lost
+            return filled, plan  # another leader's, or our own if the answer was lost
         instead: Mapping[str, Any] | None = None
         moved = notes.leads_on(note, notes.age(head, store), self._node.ended_stores)
         if moved is not None:
@@ -576,7 +576,7 @@ class _Leader:
             (_, plan) = yield Claim(f"{generation}/plan", instead)
             return filled, plan
         if call is None:
-            # Destroyed: members of the last round, and nodes that wait to be admitted, wait for it.
+            # The call was destroyed, and members of the last round and nodes that wait to be admitted need it.
             yield Claim(f"{generation}/call", {"leader": self._node.node_id})
         for each, body in zip(fresh, found, strict=True):
             if body is not None:
@@ -623,10 +623,10 @@ class _Leader:
         )
 
     def _publish(self, order: Sequence[int], spares: Sequence[int]) -> Steps:
-        """Close the round. Returns the plan that holds, which may be another leader's."""
+        """Close the round. Returns the plan in force, which may be another leader's."""
         generation, arrivals, records = self._generation, self._arrivals, self._records
         ids = [arrivals[slot].node_id for slot in order]
-        # A slot is taken once: no second attempt of this node writes under the same name.
+        # A slot is taken once, so no second attempt of this node writes under the same name.
         plan = plans.make(f"{self._node.node_id}.{self._slot}", generation, order, spares, records)
         yield Write(plans.ids_key(generation, plan), {"ids": ids})
         here = {arrival.node_id for arrival in arrivals.values()}
@@ -647,7 +647,7 @@ class _Leader:
         return TimedOut(self._generation, hosts, not_yet.reason, given)
 
     def _wait(self, now: float, filled: int, not_yet: NotYet) -> Steps:
-        """Wait for the next arrival, or until time alone may decide; tell the user for whom."""
+        """Wait for the next arrival, or until time alone may decide; tell the user what is awaited."""
         assert self._started is not None
         if self._enough_since is None and not_yet.enough:
             self._enough_since = now
@@ -655,7 +655,7 @@ class _Leader:
             self._said = not_yet.reason
             until = min(self._give_up, not_yet.look_at or self._give_up)
             yield Tell(self._said, f"; waiting for up to {until - now:.0f} s")
-        # A slot that was taken and not yet filled comes first; else the one that may decide.
+        # Wait for a slot that is taken but not yet filled, if there is one; otherwise for the slot that may decide the round.
         hole = next((each for each in range(filled) if each not in self._records), None)
         awaited = max(filled, not_yet.slots - 1) if hole is None else hole
         until = min(self._give_up, now + self._timing.lease / 5, not_yet.look_at or self._give_up)
@@ -665,12 +665,12 @@ class _Leader:
             self._known = max(self._known, awaited + 1)
 
 
-# How long a leader waits before it says for whom.
+# How long a leader waits before it tells the user what is awaited.
 SILENCE = 3.0
 
 
 def _members_of(generation: int) -> Steps:
-    """Ids of a round's members, by rank; none before the first round."""
+    """The ids of a round's members, by rank; none before the first round."""
     (_, (plan,)) = yield Look((f"{generation}/plan",))
     if plan is None or "by" not in plan:
         return ()
@@ -692,7 +692,7 @@ def _clear(generation: int) -> Steps:
 
 
 def _hosts(generation: int) -> Steps:
-    """The names of all that have arrived, for an error."""
+    """The host names of all nodes that have arrived, for an error."""
     (_, filled) = yield Count(f"{generation}/arrivals")
     (_, found) = yield Look(tuple(f"{generation}/node/{slot}" for slot in range(min(filled, 4096))))
     return tuple(str(record.get("host")) for record in found if record is not None)

@@ -1,22 +1,22 @@
-"""When a round is complete, who is in it, and why not yet. Pure.
+"""Decides when a round is complete, which nodes are in it, and if it is not complete, why. Pure.
 
 Rules, in this order:
 
-1. Nobody who is known to be gone counts.
-2. Enough of the last round's members must be there (``survivors_needed``): two halves of a split
+1. A node that is known to be gone does not count.
+2. Enough of the last round's members must have arrived (``survivors_needed``): two halves of a split
    network must not both go on.
-3. ``max_nodes`` are there: close; who is too many is a spare. If newcomers have taken the room of members of the last round that are
-   alive and on their way, these are waited for, for a moment (``straggler``): their workers may go on as they are.
-4. ``min_nodes`` are there, and nobody else is expected (in the first round one cannot know; later these
-   are the last round's members that are still alive and nodes that have waited): close.
-5. ``min_nodes`` are there, and the last call is over. It begins when they are; a live member of
-   the last round is waited for even then, since what it still does (its workers save a checkpoint) it does alive.
-6. If the store was lost, nobody knows which nodes wait. Members that hold workers, which can be kept only if as many
-   nodes as before take part, wait for a moment (``straggler``) for nodes that come.
+3. ``max_nodes`` have arrived: close; surplus nodes become spares. If newcomers have taken the room of members of the last
+   round that are alive and on their way, wait for those briefly (``straggler``): their workers may go on as they are.
+4. ``min_nodes`` have arrived, and no other node is expected (in the first round this is unknown; later, the nodes
+   expected are the last round's members that are still alive and nodes that have waited): close.
+5. ``min_nodes`` have arrived, and the last call is over: close. It starts when they have arrived. A live member of the
+   last round is waited for even then: whatever delays it (its workers save a checkpoint), it is alive.
+6. If the store was lost, it is unknown which nodes wait. Members that hold workers, which can be kept only if as many
+   nodes as before take part, wait briefly (``straggler``) for more nodes.
 7. Otherwise not yet.
 
-Ranks are sticky: a survivor keeps its rank where the round has it; the holes are filled in natural
-order of host names. With topology labels, nodes of one label stand together instead.
+Ranks are sticky: a survivor keeps its rank if the round has that rank; the holes are filled in natural
+order of host names. With topology labels, nodes with the same label get adjacent ranks instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a job wants of its rounds.
+    """What a job requires of its rounds.
 
     Args:
-        min_nodes: fewer cannot go on.
-        max_nodes: more are kept as spares.
-        last_call: seconds that a round stays open once ``min_nodes`` are there.
-        straggler: seconds that nodes known to be waiting are waited for.
-        by_label: whether nodes of one topology label get neighbouring ranks.
+        min_nodes: with fewer nodes the job cannot go on.
+        max_nodes: nodes beyond this number are kept as spares.
+        last_call: seconds that a round stays open once ``min_nodes`` have arrived.
+        straggler: seconds to wait for nodes that are known to be waiting.
+        by_label: whether nodes with the same topology label get adjacent ranks.
     """
 
     min_nodes: int
@@ -47,15 +47,15 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A node that is in the round's list.
+    """A node in the round's list.
 
     Args:
-        slot: its place in the list, the order of arrival.
-        node_id: tells it from all others, in every round.
+        slot: its place in the list, in order of arrival.
+        node_id: identifies it among all nodes, in every round.
         host: its host name, for messages and for the order of ranks.
-        label: where it stands (rack, switch), or empty.
+        label: its rack or switch, or empty.
         last_rank: its rank in the last round, or None if it was not a member.
-        given_rank: the rank its user has given it, or None.
+        given_rank: the rank its user gave it, or None.
     """
 
     slot: int
@@ -71,15 +71,15 @@ class Standing:
     """What the leader knows.
 
     Args:
-        arrivals: by slot.
-        first_round: nothing is known of who will come.
+        arrivals: the nodes that have arrived, by slot.
+        first_round: it is unknown which nodes will arrive.
         missing: ids of the last round's members that have not arrived and are not known to be gone.
-        waiting: how many nodes said that they wait for this round.
+        waiting: how many nodes have said that they wait for this round.
         gone: ids of nodes that are lost or have left.
-        survivors_needed: how many of the last round's members must be there.
-        wanted: how many nodes it takes to keep workers that are held, if it is not known which nodes wait; else 0.
-        enough_since: when ``min_nodes`` were there first, or None.
-        out_of_time: the time to join is over: who is enough goes on.
+        survivors_needed: how many of the last round's members must have arrived.
+        wanted: how many nodes it takes to keep the workers that nodes hold, if it is unknown which nodes wait; otherwise 0.
+        enough_since: when ``min_nodes`` had first arrived, or None.
+        out_of_time: the time to join is over; the nodes that have arrived go on if they are enough.
     """
 
     arrivals: Mapping[int, Arrival]
@@ -95,7 +95,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The round is complete: slots in rank order, and the spares'."""
+    """The round is complete: the members' slots in rank order, and the spares' slots."""
 
     order: tuple[int, ...]
     spares: tuple[int, ...]
@@ -104,7 +104,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Why not, when to look again at the latest, and how many slots must be filled until it may change."""
+    """Why the round is not complete, when to look again at the latest, and how many filled slots may change the decision."""
 
     reason: str
     look_at: float | None = None
@@ -115,13 +115,13 @@ class NotYet:
 def survivors_needed(members: int, ended: int, *, moved: bool) -> int:
     """How many of the last round's members make it safe to go on.
 
-    Those that are not here may be alive behind a broken network, and must not go on as well. Those that are
-    known to have ended cannot. Of two halves, the one that has kept the store goes on.
+    Members that are not here may be alive behind a broken network, and must not go on as well. Members that are
+    known to have exited cannot. Of two equal halves, the one that has kept the store goes on.
 
     Args:
-        members: of the last round.
-        ended: how many of them are known to have ended.
-        moved: the store was lost, and the nodes have met at another place.
+        members: how many members the last round had.
+        ended: how many of them are known to have exited.
+        moved: the store was lost, and the nodes have met in another place.
     """
     undecided = members - ended
     return undecided // 2 + 1 if moved else (undecided + 1) // 2
@@ -180,7 +180,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _present(standing: Standing) -> list[Arrival]:
-    """One arrival for each node that counts: the last, where a node came twice."""
+    """One arrival for each node that counts: the last, if a node arrived twice."""
     by_id = {
         arrival.node_id: arrival
         for _, arrival in sorted(standing.arrivals.items())
@@ -190,7 +190,7 @@ def _present(standing: Standing) -> list[Arrival]:
 
 
 def _close(present: Sequence[Arrival], settings: Settings, reason: str) -> Close:
-    # Members of the last round stay in; a node that came later is a spare before one that was there.
+    # Members of the last round stay in; among newcomers, those that arrived last become spares first.
     seniority = sorted(present, key=lambda each: (each.last_rank is None, each.slot))
     chosen, spares = seniority[: settings.max_nodes], seniority[settings.max_nodes :]
     ranked = assign_ranks(chosen, by_label=settings.by_label)
@@ -200,7 +200,7 @@ def _close(present: Sequence[Arrival], settings: Settings, reason: str) -> Close
 
 
 def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Arrival]:
-    """The nodes in rank order: given ranks, then those they had where the round has them, then by name."""
+    """The nodes in rank order: by given rank, then by last rank if the round has it, then by label and host name."""
     places: list[Arrival | None] = [None] * len(nodes)
     rest = []
     for node in sorted(nodes, key=lambda each: each.given_rank is None):
@@ -214,6 +214,6 @@ def assign_ranks(nodes: Sequence[Arrival], *, by_label: bool = False) -> list[Ar
     ranked = [next(remaining) if place is None else place for place in places]
     if not by_label or any(each.given_rank is not None for each in nodes):
         return ranked
-    # Labels in the order of their first nodes, nodes of a label in rank order.
+    # Labels in the order of their first nodes; nodes with the same label in rank order.
     first_seen = {node.label: index for index, node in reversed(list(enumerate(ranked)))}
     return sorted(ranked, key=lambda each: first_seen[each.label])

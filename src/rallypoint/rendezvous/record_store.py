@@ -1,11 +1,11 @@
 """Records over a store that other programs may write to.
 
-Bytes that are not a record of this job (:mod:`.records`) count as absent and are logged once. A key that is written
-once (a plan, a call) may already hold such bytes. Then the record goes under the next name of that key, ``plan~1``, and
+Bytes that are not a record of this job (:mod:`.records`) count as absent and are logged once. A write-once key
+(a plan, a call) may already hold such bytes. Then the record goes under the next name of that key, ``plan~1``, and
 readers look there: all readers skip the same bytes, so all agree which record counts. A waiting reader blocks until the
-next name appears. When every name holds foreign bytes, those under the last one are replaced, by compare-and-set where
-writers must agree on one record. So no number of overwritten records uses up the names; readers of such a key have to
-look again and again, because a store announces new keys only.
+next name appears. When every name holds foreign bytes, those under the last name are replaced, by compare-and-set if
+writers must agree on one record. So no number of overwritten records uses up the names, but readers of such a key have to
+poll, because a store announces only new keys.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .store import ComparingStore, FilledStore, Store, StoreSilent
 
 _log = logging.getLogger(__name__)
 
-# Names of one key. Waiting costs nothing as long as one of them is free.
+# How many names a key has. Waiting costs nothing as long as one of them is free.
 MAX_SKIPPED = 8
-# Replacing the value under the last name is given up after another writer was faster this often.
+# How often another writer may be faster before replacing the value under the last name is given up.
 MAX_REPLACED = 64
-# Seconds between two looks at a key all of whose names hold junk: nothing tells of a value that replaces another. Only
-# a stranger who overwrote one key eight times brings that about; it costs five reads a second, until the caller's timeout.
+# Seconds between two looks at a key all of whose names hold junk: no store announces a replaced value. This takes
+# a stranger who overwrites one key eight times; it costs five reads a second until the caller's timeout.
 FIRST_LOOK, LONGEST_LOOK = 0.01, 0.2
-# A counter beyond this was not counted by nodes.
+# A counter above this cannot have been counted by nodes.
 MAX_COUNT = 1_000_000
 
 
@@ -39,7 +39,7 @@ _operations = 0
 
 
 def operations() -> int:
-    """How many operations this process has asked stores for. It may miss one."""
+    """How many operations this process has requested from stores. It may miss some."""
     return _operations
 
 
@@ -47,8 +47,8 @@ class RecordStore:
     """One connection's view of one job's records. Calls block as the store's do.
 
     Args:
-        store: the connection; closed with this.
-        codec: of the job.
+        store: the connection, which is closed with this object.
+        codec: the job's codec.
     """
 
     def __init__(self, store: Store, codec: Codec) -> None:
@@ -68,7 +68,7 @@ class RecordStore:
         return self._store
 
     def clone(self) -> RecordStore:
-        """The same over a connection of its own."""
+        """The same records over a connection of its own."""
         return RecordStore(self._store.clone(), self._codec)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class RecordStore:
         return self._codec.prefix + key
 
     def claim(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a record if there is none; returns the present body."""
+        """Put a record if there is none; returns the body now in place."""
         for name in _names(key):
             full = self.full(name)
             self._count()
@@ -89,7 +89,7 @@ class RecordStore:
         return self._claim_last(key, body)
 
     def _claim_last(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace foreign data under the last name by a record; returns the present body."""
+        """Replace foreign data under the last name with a record; returns the body now in place."""
         full = self.full(_names(key)[-1])
         wanted, expected = self._codec.pack(full, body), b""
         if isinstance(self._store, ComparingStore):
@@ -111,10 +111,10 @@ class RecordStore:
     def improve(
         self, key: str, better: Callable[[dict[str, Any] | None], Mapping[str, Any] | None]
     ) -> None:
-        """Replace a record by a better one, even if other nodes do the same at this moment.
+        """Replace a record with a better one, even if other nodes do the same at this moment.
 
         Args:
-            better: receives the present body, or None; returns the new one, or None to leave it.
+            better: receives the current body, or None; returns the new one, or None to leave it.
 
         Raises:
             RendezvousStateError: other writers were faster every time.
@@ -137,7 +137,7 @@ class RecordStore:
         raise self._unusable(key)
 
     def wait(self, key: str, timeout: float) -> dict[str, Any] | None:
-        """The body under ``key``; waits ``timeout`` seconds for it, then None."""
+        """The body under ``key``, waiting up to ``timeout`` seconds for it; None if it does not appear."""
         deadline = Deadline(timeout)
         for name in _names(key):
             full = self.full(name)
@@ -170,7 +170,7 @@ class RecordStore:
         return found
 
     def _read(self, names: Sequence[str]) -> list[bytes | None]:
-        # A record holds something, and one is put where nothing is held.
+        # A record is never empty, and an empty value does not stop one from being put.
         store: Any = self._store
         found: list[bytes | None] = (store.get_filled if self._is_filled else store.get_many)(names)
         return found
@@ -198,15 +198,15 @@ class RecordStore:
         """Add 1 to a counter; returns the sum. A counter that was overwritten may restart at 0.
 
         Args:
-            key: of the counter.
-            most: beyond this it was not counted by nodes.
+            key: the counter's key.
+            most: a value above this cannot have been counted by nodes.
         """
         names = [self.full(name) for name in _names(key)]
         for full in names:
             if (count := self._add(full, most)) is not None:
                 return count
         for _ in range(MAX_REPLACED):
-            # Two nodes may do this at once and one loses its count: no decision rests on a counter alone.
+            # If two nodes do this at once, one loses its count. That is fine: no decision rests on a counter alone.
             self._count()
             self._store.delete(names[-1])
             if (count := self._add(names[-1], most)) is not None:
@@ -237,7 +237,7 @@ class RecordStore:
         return None
 
     def count(self, key: str, most: int = MAX_COUNT) -> int:
-        """A counter's value; 0 if it does not exist, or every name of it holds something else. See :meth:`increment`."""
+        """A counter's value; 0 if it does not exist, or if all its names hold something else. See :meth:`increment`."""
         for name in _names(key):
             full = self.full(name)
             self._count()

@@ -1,9 +1,9 @@
-"""What nodes tell each other, as bytes: versioned JSON with limits, and a MAC where the job has a secret.
+"""What nodes tell each other, as bytes: versioned JSON with limits, and a MAC if the job has a secret.
 
-A record is one line of JSON, ``{"v": 1, "body": {…}}``, and where the job has a secret a second line: HMAC-SHA256
-(RFC 2104) over the key it stands under and the first line, with a key derived from secret and run id. The name of the key
-holds the generation, so a record that is copied to another key, run or generation is not accepted there.
-What cannot be accepted raises :class:`BadRecord`; it is for the reader to go on without it.
+A record is one line of JSON, ``{"v": 1, "body": {…}}``, and, if the job has a secret, a second line: HMAC-SHA256
+(RFC 2104) over the store key it is under and the first line, with a MAC key derived from secret and run id. The store key
+contains the generation, so a record that is copied to another key, run or generation is not accepted there.
+Bytes that cannot be accepted raise :class:`BadRecord`; the reader has to go on without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rallypoint._core.secret import derive
 RECORD_VERSION: Final = 1
 # A plan of 4096 nodes takes some 60 KB.
 MAX_RECORD: Final = 1024 * 1024
-# What is read is written again, as part of a plan: nesting has to stay far from Python's own limit.
+# What is read may be written again, as part of a plan, so nesting has to stay far from Python's own limit.
 MAX_DEPTH: Final = 32
 
 Body = Mapping[str, Any]
@@ -36,11 +36,11 @@ class Codec:
 
     Args:
         run_id: the job's name.
-        secret: what every node of the job knows; None: records carry no MAC.
+        secret: the secret that every node of the job knows; None: records carry no MAC.
     """
 
     def __init__(self, run_id: str, secret: bytes | None = None) -> None:
-        # Keys of their own for each job: a secret may serve several.
+        # Derive a separate key for each job: several jobs may share a secret.
         self._key = None if secret is None else derive(secret, "records", run_id)
         self._prefix = f"rally/{run_id}/"
         if secret is not None:
@@ -48,14 +48,14 @@ class Codec:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the job's keys; with a secret, others cannot guess it."""
+        """The prefix of the job's keys; with a secret, strangers cannot guess it."""
         return self._prefix
 
     def pack(self, key: str, body: Body) -> bytes:
         """The bytes of ``body`` under ``key``.
 
         Raises:
-            ValueError: they are more than ``MAX_RECORD``, nested deeper than ``MAX_DEPTH``, or not JSON.
+            ValueError: the record is larger than ``MAX_RECORD``, nested deeper than ``MAX_DEPTH``, or not JSON.
         """
         try:
             line = _ENCODER.encode({"v": RECORD_VERSION, "body": body}).encode()
@@ -87,7 +87,7 @@ class Codec:
         try:
             envelope = _DECODER.decode(line.decode())
             if b"\\" in line:
-                # Half a surrogate pair: text that no key and no terminal takes.
+                # Refuse half a surrogate pair: no key and no terminal accepts such text.
                 json.dumps(envelope, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             raise BadRecord("not JSON") from None
@@ -115,7 +115,7 @@ def _finite(text: str) -> float:
     return number
 
 
-# Made once: json.loads and json.dumps make new ones for each call with such options.
+# Made once: with such options, json.loads and json.dumps would make new ones at each call.
 _DECODER: Final = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -129,7 +129,7 @@ def is_deep(body: Body, most: int = MAX_DEPTH) -> bool:
         inner: list[Any] = []
         for each in level:
             values = each.values() if isinstance(each, dict) else each
-            # Most lists are thousands of numbers (a plan's): their types are looked at all at once.
+            # Most lists are a plan's, with thousands of numbers: check all their types at once.
             if not _CONTAINERS.isdisjoint(map(type, values)):
                 inner += [value for value in values if isinstance(value, dict | list)]
         if not inner:
@@ -139,12 +139,12 @@ def is_deep(body: Body, most: int = MAX_DEPTH) -> bool:
 
 
 def _is_deep_in(line: bytes, body: Body) -> bool:
-    """:func:`is_deep`; one with few brackets in its JSON need not be looked at."""
+    """:func:`is_deep`, skipped for a body with few brackets in its JSON."""
     return line.count(b"{") + line.count(b"[") > MAX_DEPTH and is_deep(body)
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length before it: no two lists give the same bytes."""
+    """HMAC-SHA256 over the parts, each preceded by its length, so that no two lists give the same bytes."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "big") + part)

@@ -1,14 +1,14 @@
 """Rendezvous handlers by the name of their backend.
 
 Backends with a descriptor come first (:mod:`.catalogue`), then creators that the program has registered, then creators
-of installed packages: entry points of the group ``rallypoint.rendezvous``.
+from installed packages: entry points of the group ``rallypoint.rendezvous``.
 
     [project.entry-points."rallypoint.rendezvous"]
     zookeeper = "my_package.rendezvous:create"
 
 ``create`` is given the parameters and returns the handler, whose ``get_backend()`` is ``zookeeper``. Each of its rounds
-comes with a c10d store whose keys are new; ``rally run`` adds what it needs in that store (:mod:`.plugged`). Nothing is
-imported before its name is asked for.
+comes with a c10d store whose keys are new; ``rally run`` adds what it needs in that store (:mod:`.plugged`). A creator is
+imported only when its name is asked for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CREATORS = "rallypoint.rendezvous"
 
 
 class RendezvousHandlerRegistry:
-    """Makes handlers by the name of their backend. Without arguments it is empty.
+    """Makes handlers by the name of their backend. Without arguments, the registry is empty.
 
     Args:
-        backends: backends with a descriptor; nobody can take their names.
+        backends: backends with a descriptor; their names cannot be registered again.
         group: the entry-point group of plug-ins, or None for none.
     """
 
@@ -46,10 +46,10 @@ class RendezvousHandlerRegistry:
         self._registered: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Make a backend known. The same creator again does nothing.
+        """Make a backend known. Registering the same creator again does nothing.
 
         Args:
-            backend: its name.
+            backend: the backend's name.
             creator: makes a handler from parameters.
         Raises:
             ConfigError: the name is empty or taken.
@@ -65,7 +65,7 @@ class RendezvousHandlerRegistry:
                     "register it under another name",
                 )
         there = self._registered.setdefault(backend, creator)
-        # Equal rather than the same: a method of an object is a new one each time it is looked up.
+        # Compare with !=, not by identity: a bound method is a new object each time it is looked up.
         if there != creator:
             raise ConfigError(
                 "backend",
@@ -75,7 +75,7 @@ class RendezvousHandlerRegistry:
             )
 
     def known(self) -> tuple[str, ...]:
-        """The names of all backends. Reads the metadata of installed packages, and imports none.
+        """The names of all backends. Reads the metadata of installed packages but imports none of them.
 
         Returns:
             The names, sorted, without aliases.
@@ -91,8 +91,8 @@ class RendezvousHandlerRegistry:
         Returns:
             The handler.
         Raises:
-            ConfigError: no such backend, or several plug-ins have the name.
-            RendezvousError: the plug-in is broken, or its handler is another backend's.
+            ConfigError: there is no such backend, or several plug-ins have the name.
+            RendezvousError: the plug-in is broken, or its handler belongs to another backend.
             Exception: whatever the creator itself raises.
         """
         asked = params.backend
@@ -133,9 +133,9 @@ class RendezvousHandlerRegistry:
 
         Args:
             name: as the user wrote it.
-            flag: what the user wrote it after.
+            flag: the flag that the user gave it with.
         Returns:
-            The error, with the names there are and the nearest one.
+            The error, which lists the known names and suggests the nearest one.
         """
         aliases = {each.name: each.aliases for each in self._backends.backends()}
         names = list(self.known())
@@ -154,5 +154,5 @@ def _spelled(creator: object) -> str:
     return f"{module}.{name}" if module and name else repr(creator)
 
 
-# The one that `rally run` asks.
+# The registry that `rally run` uses.
 rendezvous_handler_registry = RendezvousHandlerRegistry(catalogue, group=CREATORS)

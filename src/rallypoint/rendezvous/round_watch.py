@@ -1,4 +1,4 @@
-"""Who is watched during a round: this node's pulse, its watch port, and what is done at each beat."""
+"""Which nodes are watched during a round: this node's pulse, its watch port, and what happens at each beat."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .record_store import RecordStore
 from .round_members import neighbour, standbys_in
 
 
-# How many nodes before its own a node looks up, so that it still has one to watch if several are lost together.
+# How many of its predecessors a node looks up, so that it still has one to watch if several are lost together.
 NUM_NEIGHBOURS = 4
-# Seconds between the first beats of the nodes: each opens a connection for it.
+# Seconds between the nodes' first beats, because each opens a connection for it.
 BETWEEN_FIRST_BEATS = 0.0005
 # Seconds that leaving may take.
 LEAVE_PATIENCE = 2.0
@@ -32,8 +32,8 @@ class RoundWatch:
         lease: seconds of silence after which a node is lost.
         departures: the members of the last round that are gone.
         on_loss: called from the pulse's thread for each member that is lost in a round.
-        on_store_lost: called from there, once, when the store is lost; the pulse ends then.
-        on_waiting: called from there on rank 0 with the number of nodes that wait to be admitted.
+        on_store_lost: called from that thread, once, when the store is lost; then the pulse stops.
+        on_waiting: called from that thread, on rank 0, with the number of nodes that wait to be admitted.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class RoundWatch:
         self._pulse: Pulse | None = None
         self._post: WatchPost | None = None
         self._beats = itertools.count(1)
-        self._generation = -1  # of the round whose members are watched
-        self._proving = False  # the round is over, and the pulse finds out which members have ended
-        self.store_lost = False  # to the pulse, which has ended then
+        self._generation = -1  # the round whose members are watched
+        self._proving = False  # the round is over; the pulse finds out which members exited
+        self.store_lost = False  # the pulse has lost the store, and has stopped
 
     @property
     def port(self) -> int:
-        """At which others watch this node."""
+        """The port at which others watch this node."""
         assert self._post is not None
         return self._post.port
 
     def listen(self, address: str | None) -> None:
-        """Let other nodes watch this one; None: on all addresses of this host."""
+        """Let other nodes watch this one at ``address``; None: at all of this host's addresses."""
         if self._post is None:
             self._post = WatchPost(address)
 
     def start(self, records: RecordStore, *, member: bool, delay: float = 0.0) -> Pulse:
-        """Start to beat, unless this node does already.
+        """Start to beat, unless this node already does.
 
         Args:
-            member: it was in a round. That one is over: the next need not wait for members that have ended.
+            member: this node was in a round, which is over: find out which members have exited, so that the next need not wait.
             delay: seconds before the first beat.
         """
         if self._pulse is None:
@@ -95,7 +95,7 @@ class RoundWatch:
         return self._pulse
 
     def stop(self, *, leaving: bool) -> None:
-        """Beat no more.
+        """Stop beating.
 
         Args:
             leaving: tell the others that this node leaves in good order; otherwise it counts as lost.
@@ -105,12 +105,12 @@ class RoundWatch:
             pulse.stop(leaving=leaving, timeout=LEAVE_PATIENCE)
 
     def stop_ended(self) -> None:
-        """Stop a pulse that has lost the store, although the node's own connection still works: the others miss its beat."""
+        """Stop a pulse that lost the store, even if the node's own connection still works: the others miss its beat."""
         if self.store_lost:
             self.stop(leaving=False)
 
     def close(self) -> None:
-        """Let nobody watch this node any more."""
+        """Stop letting other nodes watch this one."""
         if self._post is not None:
             self._post.close()
             self._post = None
@@ -129,8 +129,8 @@ class RoundWatch:
         Args:
             records: the job's store.
             rank: this node's.
-            plan: of the round; its ``order`` is a list.
-            room: the round is smaller than the job may be: rank 0 looks for nodes that wait.
+            plan: the round's plan; its ``order`` is a list.
+            room: whether the round is smaller than the job may be, so that rank 0 looks for nodes that wait.
         """
         order: Sequence[int] = plan["order"]
         count = len(order)
@@ -165,7 +165,7 @@ class RoundWatch:
 
         def look(records: RecordStore) -> None:
             if fields.generation(records.peek("head")) <= generation:
-                # Without the plan, a newcomer would begin at round 0.
+                # Without the plan, a newcomer would start at round 0.
                 if records.look([f"{generation}/plan"]) == [None]:
                     records.claim(f"{generation}/plan", plan)
                 records.write("head", {"generation": generation + 1})
@@ -175,14 +175,14 @@ class RoundWatch:
         return look
 
     def look_for_waiting(self, generation: int) -> Callable[[RecordStore], None]:
-        """A function that tells of nodes that wait for this round, each time that it is called and there are more."""
+        """A function that reports nodes that wait for this round, whenever it is called and there are more than before."""
         known = 0
         again = Deadline(None)
 
         def look(records: RecordStore) -> None:
             nonlocal known, again
             waiting = records.count(f"{generation}/waiting")
-            # Once more after a lease: the round still runs, so a stranger has overwritten what was made of it.
+            # Report them again after a lease: the round still runs, so a stranger overwrote what the report led to.
             if waiting > known or (waiting and again.expired()):
                 known = waiting
                 again = Deadline(self._lease)
@@ -192,7 +192,7 @@ class RoundWatch:
 
     def _heed_loss(self, loss: Loss) -> None:
         if loss.neighbour.generation != self._generation:
-            return  # it was under way when the next round formed, of which that node may be a member
+            return  # the report was under way when the next round formed; that node may be a member of it
         self._departures.note_loss(loss)
         if not self._proving:
             self._on_loss(loss)

@@ -2,8 +2,8 @@
 
 Keys are text of at most :data:`MAX_KEY` characters (``/`` separates levels), values are bytes of at
 most :data:`MAX_VALUE`. Every method blocks for the network or the disk and raises
-``RendezvousConnectionError`` when the store is gone; a store that is merely slow is waited for.
-One object is one connection: threads that may block have a :meth:`Store.clone` each.
+``RendezvousConnectionError`` when the store is gone; calls wait for a store that is merely slow.
+One object is one connection, so each thread that may block needs its own :meth:`Store.clone`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_VALUE = 1024 * 1024
 
 
 class Store(Protocol):
-    """Shared keys. Every operation takes effect at once and for all clients (linearizable)."""
+    """Shared keys. Every operation takes effect at once, for all clients (linearizable)."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a key, whatever it holds, and wake those that wait for it.
+        """Set a key, whatever it holds, and wake the clients that wait for it.
 
         Args:
             key: the key.
@@ -46,7 +46,7 @@ class Store(Protocol):
         """
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The present values of several keys, in a constant number of round trips for a few hundred of them.
+        """The current values of several keys. A few hundred keys cost a constant number of round trips.
 
         Args:
             keys: the keys.
@@ -55,16 +55,16 @@ class Store(Protocol):
         """
 
     def peek(self, key: str) -> bytes | None:
-        """The present value of one key, in one round trip.
+        """The current value of one key, in one round trip.
 
         Args:
-            key: a key that nobody waits for: looking at it may wake those that do.
+            key: a key that nobody waits for; reading it may wake clients that do.
         Returns:
             Its value, or None if it does not exist.
         """
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter. N callers at once cost O(1) round trips each: there is no race of compare-and-set.
+        """Add to a counter. N concurrent callers cost O(1) round trips each, because there is no compare-and-set loop.
 
         Args:
             key: the counter, 0 if it does not exist. Its value is the sum, as decimal text.
@@ -80,7 +80,7 @@ class Store(Protocol):
             key: the key.
             value: its value.
         Returns:
-            What the key holds now: ``value``, or what another client has set.
+            What the key holds now: ``value``, or what another client set before.
         """
 
     def exists(self, key: str) -> bool:
@@ -102,14 +102,14 @@ class Store(Protocol):
         """
 
     def clone(self) -> Store:
-        """Another connection to the same store: a call that blocks on one does not delay the other.
+        """Another connection to the same store. A call that blocks on one does not delay the other.
 
         Returns:
-            The connection; it is closed on its own.
+            The connection; closing either does not close the other.
         """
 
     def close(self) -> None:
-        """Close this connection, but no clones; a second call does nothing.
+        """Close this connection, but not its clones; a second call does nothing.
 
         A call that blocks in another thread ends with ``RendezvousConnectionError``.
         """
@@ -117,22 +117,22 @@ class Store(Protocol):
 
 @runtime_checkable
 class ComparingStore(Store, Protocol):
-    """A store that can also replace a value on condition."""
+    """A store that can also compare and set."""
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set the key if it holds ``expected``, and return what it holds now.
 
-        Empty ``expected`` also stands for a key that does not exist. If there is no key, and one
-        was expected, nothing is set and ``expected`` is returned: c10d's rules.
+        An empty ``expected`` also matches a key that does not exist. If the key does not exist and
+        ``expected`` is not empty, nothing is set and ``expected`` is returned. These are c10d's rules.
         """
 
 
 @runtime_checkable
 class FilledStore(Store, Protocol):
-    """A store that reads several keys faster if nobody asks whether those that hold nothing exist."""
+    """A store that reads several keys faster if it need not tell an empty value from a missing key."""
 
     def get_filled(self, keys: Sequence[str]) -> list[bytes | None]:
-        """As :meth:`Store.get_many`, in one round trip for some hundreds; None also for keys that hold nothing."""
+        """As :meth:`Store.get_many`, but a few hundred keys take one round trip, and empty values are None as well."""
 
 
 @runtime_checkable

@@ -1,24 +1,24 @@
 """Stock torchrun with our rendezvous: ``torchrun --rdzv-backend rallypoint --rdzv-endpoint …``.
 
 torchrun asks every installed entry point of the group ``torchrun.handlers`` for a creator, and the creator of the
-backend it was told for a handler. :class:`Rounds` is that handler without torch's types; the class around it
-subclasses torch's, so it is made when it is first asked for.
+requested backend for a handler. :class:`Rounds` is that handler without torch's types; the class around it
+subclasses torch's, so it is created on first use.
 
 [Note: A store for each generation]
 torchrun's workers are clients of a store that their agents serve (``use_agent_store``). Here each agent binds a
-free port before a round and tells it to the others; the one that becomes rank 0 serves a new store there.
+free port before a round and tells it to the others; the agent that becomes rank 0 serves a new store there.
 So nothing that workers of an earlier generation wrote can be read, and all learn the address of the new rank 0
-from the plan of the round. The previous store ends when the next round is formed, not sooner: workers
+from the round's plan. The previous store stops when the next round is formed, not sooner: workers
 that are being stopped on other nodes still use it.
 
 [Note: How an agent leaves]
-torchrun calls ``shutdown()`` however it ends, except by a signal, and does not say why; the exception being handled
+torchrun calls ``shutdown()`` whenever it exits, except by a signal, and does not say why; the exception being handled
 does. If all workers succeeded, the node has finished, and other nodes continue undisturbed. If workers failed and no
-restart is left, the job has failed: the rendezvous is closed, and the other nodes end too. Anything else
-(it arrived too late, say) is the end of this node only: the others treat it as lost.
+restart is left, the job has failed: the rendezvous is closed, and the other nodes stop too. Anything else
+(such as arriving too late) concerns only this node: the others treat it as lost.
 
 [Note: Stopping together]
-An agent that sees waiting nodes stops its workers; with Gloo, those of the other nodes then fail at once. An agent
+An agent that sees waiting nodes stops its workers; with Gloo, the workers of the other nodes then fail at once. An agent
 that notices failed workers before it sees the waiting nodes uses one of its restarts, or ends the job if none is left.
 So the first agents wait briefly until the others have seen the waiting nodes too.
 """
@@ -54,14 +54,14 @@ from .lease import Leases
 
 _log = logging.getLogger(__name__)
 
-# torchrun asks ten times a second whether nodes wait; the store is looked at this often (seconds). A node
-# that is lost is known without asking.
+# torchrun asks ten times a second whether nodes wait; the store is asked this often (seconds). A lost
+# node is reported without asking.
 LOOK_EVERY = 1.0
-# How long agents wait for each other before they stop their workers (seconds): some look, and a little more.
+# How long agents wait for each other before they stop their workers (seconds): a few looks, and a little more.
 TOGETHER = 2.5 * LOOK_EVERY
-# A node without a beat for so many leases is gone, and not waited for at the end.
+# A node without a beat for this many leases is gone, and not waited for at the end.
 LEASES_TO_FINISH = 3.0
-# How long a node that serves a store stays after it has failed, for others to hear that the job has (seconds).
+# How long a node that serves a store stays after it has failed, so that others learn that the job has failed (seconds).
 STAY_AFTER_FAILURE = 60.0
 
 
@@ -86,7 +86,7 @@ def create_handler(params: Any) -> Any:
         params: torch's ``RendezvousParameters``.
 
     Raises:
-        ConfigError: an option or the endpoint cannot work; says which.
+        ConfigError: an option or the endpoint cannot work; the error says which.
         torch's RendezvousError: the endpoint cannot be served.
     """
     return _handler_class()(params)
@@ -100,13 +100,13 @@ class Rounds:
     """
 
     def __init__(self, params: Any) -> None:
-        from .create import handler_for  # with all that a rendezvous needs
+        from .create import handler_for  # imports everything that a rendezvous needs
 
         self._news = threading.Event()
         self.handler = handler_for(
             params,
             name=params.backend,
-            # torchrun shows warnings only, and whom it waits for is worth a line.
+            # torchrun shows only warnings, and the user should see which nodes it waits for.
             say=lambda text: _log.warning("%s", text),
             listener=Listener(
                 on_loss=lambda _: self._news.set(), on_store_lost=lambda _: self._news.set()
@@ -142,7 +142,7 @@ class Rounds:
         return round_, addr, first_port
 
     def _workers_store(self) -> tuple[str, int]:
-        """What rank 0 told: see [Note: A store for each generation]."""
+        """The address that rank 0 announced: see [Note: A store for each generation]."""
         first = self.handler.plan.get("first")
         facts = first.get("facts") if isinstance(first, dict) else None
         match facts:
@@ -155,7 +155,7 @@ class Rounds:
                 )
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 if the agent has to join the next round, for whatever reason."""
+        """Above 0 if the agent must join the next round, for whatever reason."""
         now = MONOTONIC.now()
         lost = self._news.is_set()
         if now < self._next_look and not lost:
@@ -165,7 +165,7 @@ class Rounds:
         waiting = self.handler.num_nodes_waiting()
         try:
             if self.handler.is_closed():
-                return 1  # the agent learns why when it comes to the next round
+                return 1  # the agent learns the reason when it joins the next round
             if waiting and not lost:
                 self._stop_together()
         except RendezvousConnectionError:
@@ -179,7 +179,7 @@ class Rounds:
             return
         (call,) = records.look([f"{generation + 1}/call"])
         if call is not None:
-            return  # another thread does it already
+            return  # a node has already opened the next round
         if records.increment(f"{generation}/stopping") >= self._size:
             records.write(f"{generation}/stop", {})
         records.wait(f"{generation}/stop", TOGETHER)
@@ -188,7 +188,7 @@ class Rounds:
         """See [Note: How an agent leaves]."""
         finished = ending is Ending.FINISHED or ending is Ending.CLOSED
         if ending is Ending.FAILED and self._rank >= 0:
-            finished = self._close()  # where that is told, leaving need not be
+            finished = self._close()  # if the others hear of that, this node need not count as lost
         self.handler.leave(finished=finished)
         serves = self.handler.serves or self._server is not None
         if finished and serves and self._rank >= 0:
@@ -213,7 +213,7 @@ class Rounds:
         return True
 
     def _stay(self, seconds: float | None) -> None:
-        """Serve until the others have left, too, or are gone."""
+        """Serve until the other nodes have left, too, or are gone."""
         records, plan = self.handler.records, self.handler.plan
         if records is None:
             return
@@ -248,7 +248,7 @@ def _handler_class() -> Callable[[Any], Any]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
 
-    # By our type; the first that fits.
+    # torch's error for each of ours; the first match counts.
     errors = (
         (RendezvousTimeout, api.RendezvousTimeoutError),
         (RendezvousConnectionError, api.RendezvousConnectionError),
@@ -260,7 +260,7 @@ def _handler_class() -> Callable[[Any], Any]:
 
     @contextmanager
     def as_torch() -> Iterator[None]:
-        """torchrun tells rendezvous errors by torch's types."""
+        """Raise rendezvous errors as torch's types, which torchrun knows."""
         try:
             yield
         except RendezvousError as error:

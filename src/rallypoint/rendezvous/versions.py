@@ -1,4 +1,4 @@
-"""The versions that nodes of a job must share."""
+"""The versions that all nodes of a job must share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ def rallypoint() -> str:
 
 
 def python() -> str:
-    """Major and minor."""
+    """The major and minor version."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def torch() -> str:
-    """Major and minor; empty if there is none. Imports nothing new."""
+    """The major and minor version; empty if torch is not installed. Does not import torch."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     if loaded is None:
         from importlib.metadata import PackageNotFoundError, version

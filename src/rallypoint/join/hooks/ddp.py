@@ -25,7 +25,7 @@ from rallypoint.join.torch_private import tree_leaves
 from .sync_batch_norm import exchanges_statistics
 
 
-# No step.
+# The value that stands for no step.
 NEVER = -2
 # Kinds of gradients.
 MISSING, STRIDED, SPARSE = range(3)
@@ -36,13 +36,13 @@ class DdpMember(Member):
 
     torch's own hook discards the reduced gradients. This one stores them in the parameters, so that an optimizer that
     steps after it, sharded or not, keeps this rank's state equal to the others'. At the end of the block, a rank that
-    ran out takes the gradients of one that did not: only a loop that ran to the end knows whether it kept, cleared
+    ran out takes the gradients of a rank that did not: only a loop that ran to the end knows whether it kept, cleared
     or changed them.
 
     Gradients not cleared before a backward pass are part of what DDP averages. They are equal on all ranks, but a
-    rank that has run out cannot know that they were kept; so the ranks with inputs contribute its share. Only those
-    accumulated in an earlier block and not exchanged since differ; :meth:`level` makes them equal if some rank has no
-    inputs to contribute its own with.
+    rank that has run out cannot know that they were kept, so the ranks with inputs contribute its share. Only gradients
+    accumulated in an earlier block and not exchanged since may differ; :meth:`level` makes them equal if some rank has
+    no inputs to contribute its own with.
 
     Args:
         ddp: the module.
@@ -56,18 +56,18 @@ class DdpMember(Member):
         self.world_size = dist.get_world_size(ddp.process_group)
         self.module = ddp
         self._exchanges_statistics = any(map(exchanges_statistics, ddp.modules()))
-        # Parameters that DDP is to ignore are often experts, to which other ranks send tokens.
+        # Parameters that DDP must ignore are often experts, to which other ranks send tokens.
         self.exchanges_within = self._exchanges_statistics or bool(ddp.parameters_to_ignore)
         self._run: Run | None = None
         self._parameters: list[nn.Parameter] = []
         self._index = 0
-        # The accumulation whose standing gradients have been seen to.
+        # The accumulation whose kept gradients have been scaled.
         self._accumulation = NEVER
-        # Whether the last backward pass exchanged gradients; whether a step that was shadowed did.
+        # Whether the last backward pass exchanged gradients; whether a shadowed step did.
         self._exchanged, self._shadowed = True, False
-        # Whether the step that is shadowed exchanges gradients.
+        # Whether the step being shadowed exchanges gradients.
         self._syncs = True
-        # Whether this rank's loop clears gradients by zeros.
+        # Whether this rank's loop clears gradients by zeroing them; None: not known yet.
         self._zeros: bool | None = None
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
@@ -76,14 +76,14 @@ class DdpMember(Member):
         self._index = run.add_module()
         run.averaged |= {id(p) for p in torch_private.ddp_parameters(self.ddp)}
         self._exchanged, self._shadowed, self._zeros = True, False, None
-        # As DDP itself notes it: the last forward pass was in no_sync(), or without gradients.
+        # By DDP's own flag, the last forward pass was in no_sync(), or without gradients.
         self.ran_back = not self.ddp.require_forward_param_sync
-        # Also those that are frozen now: DDP exchanges their gradients if they were not when it was made.
+        # This includes parameters that are frozen now: DDP exchanges their gradients if they were not when it was made.
         self._parameters = torch_private.ddp_parameters(self.ddp)
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
         torch_private.answer_sync(self.ddp, self._tell_sync, stack)
         torch_private.keep_divisor(self.ddp, stack)
-        self.ddp.join_hook(**kwargs)  # it sets the divisor, and says so to DDP's log
+        self.ddp.join_hook(**kwargs)  # it sets the divisor, and notes it in DDP's log
         # Otherwise DDP keeps dividing by the number of ranks that had inputs last.
         stack.callback(torch_private.divide_by_count, self.ddp, dist.Work(), initial=True)
 
@@ -120,7 +120,7 @@ class DdpMember(Member):
         return ddp.static_graph and not torch_private.has_learned_static_graph(ddp)
 
     def _tell_sync(self, is_joined_rank: bool) -> bool | None:
-        """Like DDP's own, but keeps the result: how many ranks exchange gradients."""
+        """Like DDP's own method, but keeps the result: how many ranks exchange gradients."""
         exchanges = not is_joined_rank and self.ddp.require_backward_grad_sync
         count = torch.full((1,), float(exchanges), device=self.ddp.device)
         work = dist.all_reduce(count, group=self.group, async_op=True)
@@ -128,7 +128,7 @@ class DdpMember(Member):
             assert self._run is not None
             self._run.told = (work, count)
             if not torch_private.is_first_joinable(self.ddp):
-                # torch passes the number to divide by to the first joinable only.
+                # torch passes the number to divide by only to the first joinable.
                 initial = torch_private.divides_by_world_size(self.ddp)
                 torch_private.divide_by_count(self.ddp, work, initial=initial)
             return None
@@ -151,12 +151,12 @@ class DdpMember(Member):
         elif outputs:
             register_multi_grad_hook(outputs, self._before_backward, mode="any")
         else:
-            passes.note(step, index, forward=False)  # its backward cannot be observed
+            passes.note(step, index, forward=False)  # its backward pass cannot be observed
 
     def _before_backward(self, _: torch.Tensor) -> None:
         run = self._run
         if run is None or run.passes.has_run_back(run.step, self._index):
-            return  # a loss that has gradients in it runs through the outputs twice, and exchanges once
+            return  # a loss that contains gradients runs through the outputs twice, but exchanges once
         run.passes.note(run.step, self._index, forward=False)
         exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
         self.ran_back = not self._exchanged
@@ -168,14 +168,14 @@ class DdpMember(Member):
                 self._accumulation = start
                 self._raise_standing(lambda: run.sharing(run.step))
         elif exchanged and self._exchanged and run.told is not None:
-            # Otherwise torch's protocol does not count the ranks.
+            # In other steps, torch's protocol does not count the ranks.
             work, count = run.told
             initial = torch_private.divides_by_world_size(self.ddp)
             if initial or torch_private.has_comm_hook(self.ddp):
                 self._raise_standing(lambda: int(count.item()) if work.wait() else 0)
 
     def _raise_standing(self, sharing: Callable[[], int]) -> None:
-        """Scale gradients kept from before, on behalf of the ranks that do not contribute theirs."""
+        """Scale the gradients kept from before, on behalf of the ranks that do not contribute theirs."""
         standing = [p.grad for p in self._trained if p.grad is not None]
         if not standing or not 0 < (number := sharing()) < self.world_size:
             return
@@ -199,7 +199,7 @@ class DdpMember(Member):
         for parameter, every in zip(trained, kinds, strict=True):
             if any(every):
                 mean = _held(parameter, max(every)) / self.world_size
-                mean = mean.coalesce() if mean.is_sparse else mean  # a collective takes no other
+                mean = mean.coalesce() if mean.is_sparse else mean  # as collectives need it
                 dist.all_reduce(mean, group=self.group)
                 if parameter.grad is None or mean.is_sparse:
                     parameter.grad = mean
@@ -226,7 +226,7 @@ class DdpMember(Member):
 
         Raises:
             Deserted: all ranks have left their loops.
-            JoinError: ``static_graph`` has not learned its graph on this rank, or DDP the form of sparse gradients.
+            JoinError: on this rank, ``static_graph`` has not learned its graph, or DDP the form of its sparse gradients.
         """
         ddp, run = self.ddp, self._run
         assert run is not None
@@ -239,7 +239,7 @@ class DdpMember(Member):
             torch_private.rebuild_buckets(ddp)
             torch_private.sync_buffers(ddp)
             self._syncs = torch_private.asks_for_sync(ddp)
-            # As DDP does: a forward pass after a step under no_sync() does not exchange buffers.
+            # As in DDP, a forward pass after a step under no_sync() does not exchange buffers.
             ddp.require_forward_param_sync = self._syncs
             return
         run.exchanged = self._syncs
@@ -270,7 +270,7 @@ class DdpMember(Member):
         assert run is not None
         if not run.pending:
             return
-        # DDP divides before its own all-reduce; a user's communication hook divides by itself.
+        # DDP divides before its own all-reduce; a user's communication hook divides on its own.
         divisor = 1 if torch_private.has_comm_hook(self.ddp) else run.world_size
         gradients = torch_private.bucket_gradients(bucket)
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
@@ -321,12 +321,12 @@ class DdpMember(Member):
             for tensors in (torch_private.ddp_parameters(ddp), buffers)
             if tensors
         ]
-        if not self._run.replays:  # in a replay, each rank takes part in the last exchange
+        if not self._run.replays:  # with replay, each rank takes part in the last exchange
             parts.append(Part(self.name, self._gradients, self._share_gradients))
         return parts
 
     def _send(self, tensors: Sequence[torch.Tensor], source: int, keep: bool) -> None:
-        # Ranks that had inputs to the end receive them, too, as with torch's hook.
+        # As with torch's hook, ranks that had inputs to the end receive the tensors, too.
         self._broadcast([each.detach() for each in tensors], source)
 
     def _broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
@@ -393,7 +393,7 @@ def _held(parameter: nn.Parameter, kind: int) -> torch.Tensor:
         return parameter.grad.detach()
     if kind == STRIDED:
         return torch.zeros_like(parameter)
-    # As an embedding has it: sparse in the first dimension.
+    # Like an embedding's gradient, it is sparse in the first dimension.
     rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_zeros((0, *parameter.shape[1:]))
     shape = list(parameter.shape)

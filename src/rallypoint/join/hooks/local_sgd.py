@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 def is_local_sgd(joined: object) -> bool:
-    """Whether it is a PostLocalSGDOptimizer."""
+    """Whether an object is a PostLocalSGDOptimizer."""
     # Importing torch's distributed optimizers emits a deprecation warning. A program that has such an optimizer has
-    # imported them already.
+    # already imported them.
     optim = sys.modules.get("torch.distributed.optim")
     return optim is not None and isinstance(joined, optim.PostLocalSGDOptimizer)
 
 
 class LocalSgdMember(Member):
-    """Post-local SGD (arXiv:1808.07217), without averaging in models of ranks that have run out.
+    """Post-local SGD (arXiv:1808.07217) that does not average in the models of ranks that have run out.
 
-    The averager takes the mean over all ranks of a group. So each model is first multiplied by the number of
-    ranks in the group divided by the number of those with inputs, and by 0 on ranks without.
+    The averager takes the mean over all ranks of a group. So each model is first multiplied by the group's size
+    divided by the number of its ranks with inputs, and by 0 on ranks without inputs.
 
     Args:
-        optimizer: with torch's periodic or hierarchical averager.
+        optimizer: an optimizer with torch's periodic or hierarchical averager.
 
     Raises:
-        ConfigError: another averager, whose schedule and groups are unknown.
+        ConfigError: it has another averager, whose schedule and groups are unknown.
     """
 
     needs_plan = True
@@ -120,7 +120,7 @@ class LocalSgdMember(Member):
             return
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                # DDP has left none to what no rank has used.
+                # If DDP has the parameter and left it no gradient, no rank has used it.
                 ddp_has_it = id(parameter) in self._run.averaged
                 if parameter.grad is None and parameter.requires_grad and not ddp_has_it:
                     # torch's averagers skip parameters without a gradient, and the other ranks average these.

@@ -25,7 +25,7 @@ class StepMember(Member):
     A rank that has run out steps as well, so that sharded state and state that depends on the number of steps stay up to
     date. It steps with the reduced gradients. If the other ranks clip them, or skip a step, its state differs at the
     end, and it takes theirs. A ZeroRedundancyOptimizer cannot wait until then, since each rank updates its shard for
-    all ranks: it compares gradients before each step, and sends them where they differ.
+    all ranks: it compares gradients before each step, and sends them if they differ.
 
     Args:
         stepped: the optimizer or scheduler.
@@ -123,7 +123,7 @@ class StepMember(Member):
             _set_options(self.stepped, options)
 
     def _optimizer(self) -> Any:
-        """The state by position instead of by parameter, which makes it equal on all ranks."""
+        """The state by position instead of by parameter, so that it is equal on all ranks."""
         state = self.stepped.state
         return [
             [dict(state[p]) if p in state else None for p in self._averaged()],
@@ -203,7 +203,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
 
 
 def _put(before: Any, value: Any, device: torch.device | None) -> Any:
-    """The value, copied into the existing tensor if it fits: other code may hold a reference to that tensor."""
+    """The value, copied into the existing tensor if it fits, because other code may hold a reference to that tensor."""
     if not isinstance(value, torch.Tensor):
         return value
     if (

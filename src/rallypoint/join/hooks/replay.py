@@ -1,4 +1,4 @@
-"""Modules whose collectives only they themselves can match: the loop's body runs again, without side effects."""
+"""Modules whose collectives only the modules themselves can match: the loop's body runs again, without side effects."""
 
 from __future__ import annotations
 

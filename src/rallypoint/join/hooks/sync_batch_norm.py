@@ -1,6 +1,6 @@
 """SyncBatchNorm on a rank that has run out: it takes part in the exchange with zero rows.
 
-The layer's statistics cover the rows of all ranks; a replayed batch must not be among them.
+The layer's statistics cover the rows of all ranks, and must not include a replayed batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def silence(layer: Any, stack: ExitStack) -> None:
         if not layer.training:
             return forward(x)
         nothing = forward(x[:0])
-        # An empty sum: it ties this rank's backward to the exchange, and adds nothing.
+        # The empty sum ties this rank's backward to the exchange, and adds nothing.
         return _normalized(x, layer) + nothing.sum()
 
     layer.__dict__["forward"] = no_rows

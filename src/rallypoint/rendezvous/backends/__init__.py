@@ -1,1 +1,1 @@
-"""Stores to meet at: ``tcpstore`` (between hosts) and ``memory`` (one process; the reference)."""
+"""The built-in backends: ``tcpstore``, ``static``, ``etcd``, ``file``, and ``memory`` (one process; the reference)."""

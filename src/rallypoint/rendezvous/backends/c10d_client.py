@@ -11,11 +11,11 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousConnectionError
 
 
-# No key ever holds this.
+# A value that no key ever holds.
 _NEVER = b"\x00rally: never\x00"
-# A store without a second connection is asked for a key this often (seconds): a blocked wait would hold up others.
+# How often a store without a second connection is polled for a key (seconds): a blocking wait would hold up other users.
 _PAUSE = 0.05
-# Others wait in turns of so many seconds, to notice that they are closed.
+# Other stores wait in turns of this many seconds, to notice that they are closed.
 _TURN = 0.5
 
 
@@ -23,12 +23,12 @@ class C10dClient:
     """Implements :class:`~rallypoint.rendezvous.store.Store` over c10d's interface.
 
     Args:
-        store: c10d's, or what behaves like one.
+        store: a c10d store, or an object that behaves like one.
+        shared: a lock, if this is one of several users of one connection.
     """
 
     def __init__(self, store: Any, shared: threading.Lock | None = None) -> None:
         self._store = store
-        # With a lock, this is one of several users of one connection.
         self._shared = shared
         self._closed = threading.Event()
 
@@ -37,7 +37,7 @@ class C10dClient:
 
     def get(self, key: str, timeout: float) -> bytes:
         deadline = Deadline(timeout)
-        # Not the store's own get: it would wait for a key that is deleted meanwhile.
+        # The store's own get will not do: it would wait for a key that is deleted meanwhile.
         while not self.exists(key) or (value := self.peek(key)) is None:
             left = deadline.remaining() or 0.0
             if left <= 0:
@@ -45,7 +45,7 @@ class C10dClient:
             if self._shared is not None:
                 self._closed.wait(min(_PAUSE, left))
                 continue
-            # Nothing wakes a thread that waits in there, and none may still do so when the process ends.
+            # Nothing can wake a thread that waits in the store, and no thread may still wait there when the process exits.
             turn = timedelta(seconds=min(_TURN, max(left, 0.001)))
             try:
                 self._store.wait([key], turn)
@@ -58,8 +58,8 @@ class C10dClient:
         return [self.peek(key) for key in keys]
 
     def peek(self, key: str) -> bytes | None:
-        # A compare-and-set whose condition cannot hold answers with what is there; where there is no key,
-        # with the condition, or with nothing.
+        # A compare-and-set whose condition cannot hold returns the current value or, if there is no key,
+        # the condition or an empty value.
         value = bytes(self._call(lambda: self._store.compare_set(key, _NEVER, _NEVER)))
         if value == _NEVER or (not value and not self.exists(key)):
             return None
@@ -85,12 +85,12 @@ class C10dClient:
             try:
                 return C10dClient(self._store.clone())
             except (AttributeError, NotImplementedError, RuntimeError):
-                self._shared = threading.Lock()  # it has one connection for all
+                self._shared = threading.Lock()  # the store has one connection for all users
         return C10dClient(self._store, self._shared)
 
     def close(self) -> None:
         self._closed.set()
-        self._store = None  # the connection is the plug-in's, or ends with the last reference to it
+        self._store = None  # the plug-in owns the connection, or it closes with its last reference
 
     def _call(self, ask: Any) -> Any:
         if self._closed.is_set():

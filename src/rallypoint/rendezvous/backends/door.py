@@ -1,4 +1,4 @@
-"""Asking what serves an endpoint, and answering while the store is still starting."""
+"""Asks what serves an endpoint, and answers while the store is still starting."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from . import greeting
 from .greeting import Door, Reply
 
 
-# If a listener did not answer the greeting: seconds to wait for the answer to a second question.
+# Seconds to wait for the answer to a second question, after a listener did not answer the greeting.
 SECOND_TRY = 1.0
-# A connection that has not come about is tried once more, beside the first, after so many seconds: the kernel takes one whole second
-# to notice that a packet was lost (RFC 6298).
+# Seconds after which another attempt to connect starts beside one that is still pending: the kernel takes a whole second
+# to retransmit a lost packet (RFC 6298).
 ANOTHER_TRY = 0.15
 
 
@@ -34,9 +34,9 @@ def greet(host: str, port: int, timeout: float, *, reach: float | None = None) -
 
     Args:
         host: a name or an address.
-        port: its port.
+        port: the port there.
         timeout: seconds for the connection, and for each part of the answer.
-        reach: seconds for the connection, if they are fewer: a kernel answers at once, however busy its host is.
+        reach: seconds for the connection, if fewer: a kernel answers at once, however busy its host is.
     """
     try:
         with _connected(host.strip("[]"), port, timeout if reach is None else reach) as sock:
@@ -59,7 +59,7 @@ def greet(host: str, port: int, timeout: float, *, reach: float | None = None) -
 
 
 def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
-    """What did not answer the greeting: asks a question that HTTP servers answer."""
+    """What serves an endpoint that did not answer the greeting: asks a question that HTTP servers answer."""
     try:
         with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
             sock.sendall(greeting.QUESTION)
@@ -70,7 +70,7 @@ def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
 
 
 def _connected(host: str, port: int, timeout: float) -> socket.socket:
-    """As ``socket.create_connection``, with another attempt from time to time beside those that have had no answer yet."""
+    """As ``socket.create_connection``, but starts further attempts beside those that have had no answer yet."""
     failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
@@ -87,7 +87,7 @@ def _reached(make: Callable[[], socket.socket], address: Any, deadline: Deadline
     """A connection to one address.
 
     Raises:
-        OSError: it was refused, or there is no way there. TimeoutError: there was no answer.
+        OSError: the connection was refused, or there is no route. TimeoutError: there was no answer.
     """
     poller, pause = select.poll(), ANOTHER_TRY
     begun: dict[int, socket.socket] = {}
@@ -112,7 +112,7 @@ def _reached(make: Callable[[], socket.socket], address: Any, deadline: Deadline
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """The four bytes of a known answer, or the beginning of an unknown one."""
+    """The four bytes of a known answer, or the start of an unknown one."""
     answer = b""
     while len(answer) < len(greeting.ECHO):
         more = sock.recv(greeting.LONGEST_ANSWER)

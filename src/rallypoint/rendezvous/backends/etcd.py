@@ -12,7 +12,7 @@ from rallypoint.rendezvous.home import Home
 from rallypoint.rendezvous.option import Option
 
 
-# A job's keys stay in etcd for so long after its last node was seen (seconds); an outage may last as long.
+# How long a job's keys stay in etcd after its last node was seen (seconds), and so how long an outage may last.
 TTL = 60
 PREFIX = "rally"
 
@@ -39,7 +39,7 @@ def _home(meeting: Meeting) -> Home:
         meeting,
         opened,
         clear=lambda store: store.delete_prefix(),
-        # Within what a user may be confined to; no job's name has a slash.
+        # Below the prefix, since a user may be confined to it; it clashes with no job, because their names have no slash.
         open_ended=partial(opened, prefix=f"{above}/ended/{meeting.name}", ttl=ENDED_FOR),
     )
 

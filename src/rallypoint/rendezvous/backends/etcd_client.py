@@ -1,12 +1,12 @@
-"""Requests to an etcd cluster: which endpoint, TLS, the user's token, retries, and errors a person can read.
+"""Requests to an etcd cluster: choice of endpoint, TLS, the user's token, retries, and readable errors.
 
-The wire is etcd's HTTP/JSON gateway through etcd3gw, whose ``Etcd3Client`` knows one endpoint, no
-users, and no deadline for a watch; those three are here, around its ``post`` and ``get_url``:
+The transport is etcd's HTTP/JSON gateway through etcd3gw, whose ``Etcd3Client`` knows only one endpoint, no
+users, and no deadline for a watch. This module adds those three around its ``post`` and ``get_url``:
 
-- A request goes to the endpoint that answered last. One that does not answer, or answers that its
-  cluster has no leader, is left for the next; so on until ``patience`` is over.
-- A request may so reach the cluster twice. It is the caller's part that it takes effect once.
-- A watch is one streamed answer. etcd3gw's own hands pieces of it to a thread, parses each piece as
+- A request goes to the endpoint that answered last. If that does not answer, or answers that its
+  cluster has no leader, the next one is tried, and so on until ``patience`` is over.
+- So a request may reach the cluster twice. The caller must make sure that it takes effect once.
+- A watch is one streamed answer. etcd3gw's own watch hands pieces of it to a thread, parses each piece as
   if it were a whole line (a large value is not), and cannot tell an ended stream from a silent one.
 """
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     import requests
     from etcd3gw import Etcd3Client
 
-# Between two rounds over all endpoints: an election takes etcd about a second.
+# Seconds between two rounds over all endpoints: an election takes etcd about a second.
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 0.5
-# Of the patience, what one endpoint gets to answer one request: two elections of etcd with its defaults.
+# The share of the patience that one endpoint gets to answer one request: two elections of etcd with its defaults.
 TRY_SHARE = 1 / 5
-# How long a server may take to say what it does not like about our certificate (seconds).
+# How long a server may take to say what is wrong with our certificate (seconds).
 ALERT_TIMEOUT = 0.5
 # gRPC's status codes, as the gateway reports them.
 INVALID, NOT_FOUND, DENIED, PRECONDITION, OUT_OF_RANGE, UNIMPLEMENTED = 3, 5, 7, 9, 11, 12
 UNAUTHENTICATED = 16
-# What the same request would be told again; all else (no leader, overload) may pass.
+# The codes that a retry would get again; all others (no leader, overload) may pass.
 FINAL = {INVALID, NOT_FOUND, DENIED, PRECONDITION, OUT_OF_RANGE, UNIMPLEMENTED}
 
 
-# A connection that was there and ended.
+# The errors of a connection that was made and then cut.
 _CUT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)
 
 
@@ -55,7 +55,7 @@ class LeaseLost(RendezvousConnectionError):
 
 
 class Interrupted(Exception):
-    """A watch ended before its time; the text says why. What it may have missed must be read."""
+    """A watch ended early; the text says why. The caller must read what it may have missed."""
 
 
 class _Failed(Exception):
@@ -66,9 +66,9 @@ class _Failed(Exception):
     ) -> None:
         super().__init__(why)
         self.why = why
-        self.code = code  # what etcd itself answered
-        self.hopeless = hopeless  # this endpoint will not answer otherwise
-        self.cut = cut  # the connection was there, and was cut
+        self.code = code  # etcd's own answer
+        self.hopeless = hopeless  # this endpoint will always answer like this
+        self.cut = cut  # the connection was made, and was cut
 
 
 class Item(NamedTuple):
@@ -85,9 +85,9 @@ class EtcdAccess:
     """How a cluster is reached.
 
     Args:
-        endpoints: ``host:port`` each, of any of its members; ``https://`` before it asks for TLS.
+        endpoints: ``host:port`` of any of its members; a leading ``https://`` asks for TLS.
         ca_cert: file with the authority that signed the servers' certificates; implies TLS.
-        cert, key: files that show the servers who we are; implies TLS.
+        cert, key: files that identify us to the servers; a certificate implies TLS.
         user, password: for clusters with authentication.
         patience: seconds after which a cluster that does not answer counts as gone.
     """
@@ -131,7 +131,7 @@ class EtcdAccess:
             ) from None
         try:
             if self.cert is not None:
-                # An empty password: an encrypted key must fail, not ask at the terminal.
+                # An empty password makes an encrypted key fail instead of asking at the terminal.
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             problem = f"contains no PEM certificate with its key {self.key or self.cert!r}: {error}"
@@ -175,8 +175,8 @@ class EtcdClient:
         self._watching: set[requests.Response] = set()
         self._lock = forks.Lock()
         self._session: requests.Session = requests.Session()
-        # The environment's proxies are for the world outside; and its REQUESTS_CA_BUNDLE would win
-        # over ca_cert, a ~/.netrc over the token.
+        # Ignore the environment: its proxies are for the outside world, its REQUESTS_CA_BUNDLE would override
+        # ca_cert, and a ~/.netrc would override the token.
         self._session.trust_env = False
         if access.ca_cert is not None:
             self._session.verify = access.ca_cert
@@ -191,11 +191,11 @@ class EtcdClient:
                     port,
                     protocol=scheme or ("https" if access.tls else "http"),
                     timeout=max(0.5, access.patience * TRY_SHARE),
-                    api_path="/v3/",  # etcd 3.4 and later; asking would be a round trip
+                    api_path="/v3/",  # etcd 3.4 and later; asking would cost a round trip
                     session=self._session,
                 )
             )
-        # Thousands of nodes that are given the same list spread over it.
+        # Start at a random member, so that thousands of nodes with the same list spread over it.
         self._current = uuid.uuid4().int % len(self._members)
 
     @property
@@ -207,8 +207,8 @@ class EtcdClient:
 
         Raises:
             LeaseLost: the request names a lease that has expired.
-            RendezvousConnectionError: none did within the patience, or the cluster refuses the
-                request; names the endpoints and the last error.
+            RendezvousConnectionError: no endpoint answered within the patience, or the cluster refuses the
+                request; the error names the endpoints and the last failure.
         """
         deadline, pause = Deadline(self.access.patience), FIRST_PAUSE
         hopeless = tries = 0
@@ -237,9 +237,9 @@ class EtcdClient:
                 pause = min(pause * 2, LONGEST_PAUSE)
 
     def watch(self, start: bytes, end: bytes, revision: int, seconds: float) -> list[Item]:
-        """What the first change from ``revision`` on put into the keys [start, end).
+        """The items that the first change from ``revision`` on put into the keys [start, end).
 
-        Nothing, if none was put within ``seconds``.
+        Empty if nothing was put within ``seconds``.
 
         Raises:
             Interrupted: the stream ended; another endpoint is next.
@@ -272,7 +272,7 @@ class EtcdClient:
                     if items := parse_items([event["kv"] for event in result.get("events", ())]):
                         return [item for item in items if item.modified == items[0].modified]
                     if result.get("canceled"):
-                        # A token that has expired is told as a lack of permission here.
+                        # An expired token is reported as a lack of permission here.
                         self._token = None
                         why = result.get("cancel_reason") or "compacted"
                         raise Interrupted(f"{self.access.endpoints[at]}: the watch ended: {why}")
@@ -293,18 +293,18 @@ class EtcdClient:
         self._closed.wait(seconds)
 
     def close(self) -> None:
-        """Close all connections; what waits ends at once."""
+        """Close all connections; waiting calls end at once."""
         with self._lock:
             self._closed.set()
             watching, self._watching = self._watching, set()
         for response in watching:
-            with contextlib.suppress(OSError, RuntimeError, ValueError):  # it has just ended
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # the watch has just ended
                 response.raw.shutdown()
         self._session.close()
 
     @contextlib.contextmanager
     def _ends_with_us(self, response: requests.Response) -> Iterator[None]:
-        """A session that is closed leaves open what it has lent."""
+        """Let :meth:`close` end this response, too: closing a session leaves open the connections it has lent out."""
         with self._lock:
             if self._closed.is_set():
                 raise Interrupted(f"{self.name}: this connection was closed")
@@ -316,7 +316,7 @@ class EtcdClient:
                 self._watching.discard(response)
 
     def _leave(self, at: int) -> None:
-        if self._current == at:  # else another thread has moved on already
+        if self._current == at:  # otherwise another thread has already moved on
             self._current = (at + 1) % len(self._members)
 
     def _post(self, member: Etcd3Client, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class EtcdClient:
                 self._token = self._new_token(member)
             return _request(member, path, body, self._authorization())
         except _Failed as failed:
-            # Unused tokens expire; and they count as old when users or roles have changed.
+            # Unused tokens expire, and all tokens count as old once users or roles have changed.
             if failed.code == UNAUTHENTICATED or "auth store is old" in failed.why:
                 self._token = None
                 raise _Failed(failed.why, UNAUTHENTICATED) from None
@@ -353,7 +353,7 @@ class EtcdClient:
     def _alert(self, member: Etcd3Client) -> str:
         """Why the server cuts our connections, if it says so.
 
-        In TLS 1.3 a server refuses a client's certificate when the client already writes its request: that
+        In TLS 1.3, a server refuses a client's certificate when the client is already writing its request, and the write
         fails before the refusal is read. So connect again and only read.
         """
         context = ssl.create_default_context(cafile=self.access.ca_cert)
@@ -408,9 +408,9 @@ def _failure(error: Exception) -> _Failed:
         answer = json.loads(getattr(error, "detail_text", None) or "")
         return _Failed(str(answer["error"]), int(answer["code"]))
     except (ValueError, KeyError, TypeError):
-        pass  # no answer of etcd's gateway
+        pass  # not an answer from etcd's gateway
     for cause in _causes(error):
-        # An authority unknown to us, or a server that wants another certificate than ours.
+        # An authority that we do not know, or a server that wants another certificate than ours.
         if isinstance(cause, _CUT):
             return _Failed(f"{_reason(error)} (TLS on one side only?)", cut=True)
         if isinstance(cause, ssl.SSLError):
@@ -419,7 +419,7 @@ def _failure(error: Exception) -> _Failed:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and those it was made from, outermost first; requests hides them in several places."""
+    """The error and its causes, outermost first; requests hides them in several places."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:
@@ -467,7 +467,7 @@ def encoded(data: bytes) -> str:
 
 
 def parse_items(found: list[dict[str, Any]]) -> list[Item]:
-    """Keys out of the gateway's JSON, which leaves out empty values and writes numbers as text."""
+    """Keys from the gateway's JSON, which omits empty values and writes numbers as text."""
     return [
         Item(
             base64.b64decode(one["key"]),

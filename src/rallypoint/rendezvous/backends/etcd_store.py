@@ -58,17 +58,17 @@ Json = dict[str, Any]
 class EtcdStore:
     """One connection to a job's keys in etcd.
 
-    It connects with the first operation. Writes through one object are serialized.
+    It connects at the first operation. Writes through one object are serialized.
 
     Args:
         endpoints: ``host:port`` of members of the cluster. A majority of the cluster must be alive.
-        prefix: of all the job's keys, like a folder (``rally/my-job``).
+        prefix: the prefix of all the job's keys, like a folder (``rally/my-job``).
         ca_cert, cert, key: files for TLS: the authority of the servers' certificates, our certificate, and its key.
         user, password: for clusters with authentication.
         ttl: seconds after which the job's keys are removed once no live process has a connection; None: only
             :meth:`delete_prefix` removes them. The cluster rounds very short ones up.
         patience: seconds after which a cluster that does not answer counts as lost.
-        lease: another connection's, in place of ttl.
+        lease: another connection's lease, in place of ``ttl``.
 
     Raises:
         ConfigError: a setting is invalid, a file cannot be read, or etcd3gw is not installed.
@@ -117,7 +117,7 @@ class EtcdStore:
 
     def get(self, key: str, timeout: float) -> bytes:
         name, deadline = self._name(key), Deadline(timeout)
-        trouble: Deadline | None = None  # since watches fail
+        trouble: Deadline | None = None  # set while watches fail
         pause = FIRST_PAUSE
         while True:
             items, revision = self._read(name)
@@ -127,7 +127,7 @@ class EtcdStore:
             if left <= 0:
                 raise TimeoutError(f"no key {key!r} within {timeout:g} s")
             try:
-                # There was no value, so the first change contains the whole one.
+                # There was no value before, so the first change contains all of it.
                 items = self._client.watch(name, _end(name), revision + 1, min(left, WATCH_SLICE))
                 trouble, pause = None, FIRST_PAUSE
             except Interrupted as interruption:
@@ -227,7 +227,7 @@ class EtcdStore:
         return len({item.key.partition(b"=")[0] for item in found if b"=" in item.key})
 
     def delete_prefix(self) -> None:
-        """Remove all the job's keys, including deeper prefixes. For the end of the job, when nothing writes any more."""
+        """Remove all the job's keys, including deeper prefixes. For the end of the job, when nothing writes to it any more."""
         request = {"key": encoded(self._root), "range_end": encoded(_after(self._root))}
         self._client.call("/kv/deleterange", request)
 

@@ -17,7 +17,7 @@ MAX_NAME = 255
 def _home(meeting: Meeting) -> Home:
     from .file_store import FileStore
 
-    # A folder for each job: the last one to leave removes it.
+    # Each job has its own folder, which the last node to leave removes.
     above = meeting.endpoint.path.rstrip("/")
     opened = partial(FileStore, f"{above}/{_folder('rally-', meeting.name)}")
     opened().close()  # raises now if the folder cannot be used

@@ -2,38 +2,38 @@
 
 Theory of operation
 -------------------
-Each key is a folder of numbered files, its *entries*; the highest number is what the key holds, and no
-entry ever changes. To change a key one makes a temporary file in its folder, lists the folder, reads
-the highest entry N, writes what follows from it and links the temporary file to N+1: ``link`` fails if
-the name is taken, so of several writers one succeeds and the others start again. All operations that
-write are this one with another rule for what follows, so they are atomic among each other. An entry
-may say "deleted". A new key comes as a whole folder with entry 1 in it, by one ``rename``, which fails
-on a key that exists. Only ``open`` with ``O_EXCL``, ``link``, ``rename``, ``mkdir``, ``symlink`` and
-removals are relied on, which a file server carries out one after the other: no locks, no appending.
+Each key is a folder of numbered files, its *entries*; the highest-numbered entry is what the key holds, and no
+entry ever changes. To change a key, a writer makes a temporary file in its folder, lists the folder, reads
+the highest entry N, writes the value that follows from it and links the temporary file to N+1. ``link`` fails if
+the name is taken, so of several writers one succeeds and the others start again. Every operation that
+writes works this way, each with its own rule for the next value, so all are atomic among each other. An entry
+may say "deleted". A new key appears as a whole folder with entry 1 in it, by one ``rename``, which fails
+on a key that exists. The store relies only on ``open`` with ``O_EXCL``, ``link``, ``rename``, ``mkdir``, ``symlink``
+and removals, which a file server carries out one after the other: no locks, no appending.
 
-[Note: Compaction] Old entries are removed, or a counter would keep a file for every ``add``. A writer
-that listed the folder long ago must not find N+1 free because it was removed. So whoever removes
+[Note: Compaction] Old entries are removed; otherwise a counter would keep a file for every ``add``. A writer
+that listed the folder long ago must not find N+1 free because it was removed. So a writer that removes
 entries below its own entry M first lists the folder once more and removes all temporary files.
-A writer whose temporary file was there can link no more, and starts again; one that comes later lists
-the folder after M existed. Entries go in ascending order: a reader whose listing missed the newest
-ones (listing is not atomic) finds that the entry it chose is gone, and looks again. After a deletion the
-folder itself goes; a folder without entries is a deleted key, and nobody links into one.
-All this happens through a descriptor of the folder: by its path one might meet a newer one's entries.
+Another writer whose temporary file was there can no longer link it, and starts again; one that comes later lists
+the folder after M existed. Entries are removed in ascending order: a reader whose listing missed the newest
+entries (listing is not atomic) finds that the entry it chose is gone, and looks again. After a deletion, the
+folder itself is removed; a folder without entries is a deleted key, and no writer links into it.
+All this happens through a descriptor of the folder, because its path may by now lead to a newer folder.
 
-[Note: NFS] A client remembers listings and failed look-ups for up to a minute. What it remembers of a
-folder it gives up when it changes that folder itself. So on a file system that is not known to be
-local, every look first makes and removes a link in the folder; a writer's temporary file does the same.
+[Note: NFS] A client caches listings and failed look-ups for up to a minute. It drops what it has cached of a
+folder when it changes that folder itself. So on a file system that is not known to be
+local, every look first makes and removes a link in the folder; a writer's temporary file has the same effect.
 No mount option is needed; ``actimeo`` and ``lookupcache`` make no difference. The answer to a ``link`` or
-``rename`` can get lost, and the repetition fails: after an error we look whether the entry (each has a
-mark of its own) is ours. Values are flushed to the server before they get their name.
+``rename`` can get lost, and then the retry fails; so after an error we check whether the entry is ours (each has
+its own mark). Values are flushed to the server before they get their name.
 
-What remains: mount ``hard`` (the default), or an overloaded server is an I/O error. A server that is
+What remains: mount ``hard`` (the default), or an overloaded server causes I/O errors. A server that is
 exported ``async`` and crashes may forget entries. If an answer is lost and the entry is compacted before
-we look, the change is made twice. A folder's clients must be of one file system: a synchronised copy
-(rsync, a cloud drive) is none. N callers of one key at once need up to N attempts each.
+we look, the change is made twice. All clients of a folder must use the same file system: a synchronised copy
+(rsync, a cloud drive) will not do. N concurrent callers of one key need up to N attempts each.
 
-[Note: Waiting] This is the one backend that has to look again and again: a file server tells nobody of a
-change that another host made. Looks are 5 ms apart at first, later 200 ms; closing interrupts.
+[Note: Waiting] This is the only backend that has to poll: a file server does not announce a
+change made by another host. Looks are 5 ms apart at first, later 200 ms; closing interrupts a wait.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 
 
-# Between two looks for a missing key.
+# Seconds between two looks for a missing key.
 FIRST_LOOK, LONGEST_LOOK = 0.005, 0.2
-# Before an attempt that another writer foiled is repeated; a random part of this.
+# Seconds before retrying an attempt that another writer foiled; a random part of this is used.
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-# Only successful writers foil an attempt: if every attempt fails for so long, something else is wrong.
+# Only successful writers foil an attempt: if every attempt fails for this long (seconds), something else is wrong.
 PATIENCE = 60.0
-# A handle is stale when the folder was replaced on the server; if it stays so, the mount is broken.
+# A handle is stale when the folder was replaced on the server; if it stays stale, the mount is broken.
 STALE_TRIES = 5
 PASSING = {errno.ESTALE, errno.EINTR}
-# What no waiting changes.
+# Errors that waiting does not change.
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT}
 )
 FULL = {errno.ENOSPC, errno.EDQUOT}
-# Every so many entries of a key the older ones are removed but for a few, which readers may have
-# chosen already. Large ones are not kept at all.
+# After this many entries of a key, the older ones are removed except for a few that readers may already have
+# chosen. Large ones are not kept at all.
 COMPACT_EVERY, KEPT, LARGE = 32, 8, 4096
 # A file name has at most 255 bytes everywhere.
 MAX_NAME = 255
 KEY, HASHED, TEMPORARY = "rally-key.", "rally-hash.", "rally-tmp."
-# File systems of a single host: other processes see each change at once.
+# File systems of a single host, whose changes all processes see at once.
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay"}
 OWN_FOLDER = "give a folder of the job's own: it is made if missing, with access for you alone"
 
@@ -92,13 +92,13 @@ class FileStore:
     Nothing is held open between operations.
 
     Args:
-        folder: the job's, on a file system that all nodes share; made with mode 0700 if missing. It has to
-            belong to the user that all nodes run as, and not be writable for everybody: even with
-            the sticky bit others could put keys there. Writable for the group is the user's decision.
+        folder: the job's folder, on a file system that all nodes share; made with mode 0700 if missing. It must
+            belong to the user that all nodes run as, and must not be world-writable: even with
+            the sticky bit, others could put keys there. Whether it is group-writable is the user's decision.
         shared: whether other hosts may change it (see [Note: NFS]); None finds out.
 
     Raises:
-        ConfigError: it cannot be made, written to, or trusted.
+        ConfigError: the folder cannot be made, written to, or trusted.
         RendezvousConnectionError: the disk is full, or fails.
     """
 
@@ -124,7 +124,7 @@ class FileStore:
             pause = min(pause * 2, LONGEST_LOOK)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """As the interface says, but each key that exists costs a few operations of its own."""
+        """As in the interface, but each key that exists costs a few operations of its own."""
         if keys:
             self._until_settled("read", self._refresh)
         return [self._until_settled(f"read {key!r}", partial(self._look, key)) for key in keys]
@@ -169,10 +169,10 @@ class FileStore:
         self._closed.set()
 
     def remove(self) -> None:
-        """Delete the whole store, for the last one to leave; other files in the folder stay.
+        """Delete the whole store when the last node leaves; other files in the folder stay.
 
         Raises:
-            RendezvousConnectionError: something of it could not be deleted.
+            RendezvousConnectionError: a part of it could not be deleted.
         """
         for _ in range(STALE_TRIES):  # another process may be writing or removing it
             try:
@@ -203,7 +203,7 @@ class FileStore:
                 return os.fstat(probe.fileno()).st_mtime - changed
         except OSError as error:
             raise self._failed("be looked at", error) from None
-        except IndexError:  # it is being removed
+        except IndexError:  # the key is being removed
             raise RendezvousConnectionError(f"{key!r} is not in {self._folder}") from None
 
     # -- one look, one change ---------------------------------------------------------------------
@@ -229,7 +229,7 @@ class FileStore:
     def _change(
         self, key: str, operation: str, next_entry: Callable[[bytes | None], _Entry | None]
     ) -> _Result:
-        """Put the entry that follows from what the key holds; ``next_entry`` may return None: leave it."""
+        """Put the entry that follows from what the key holds; if ``next_entry`` returns None, leave the key as it is."""
         return self._until_settled(
             f"{operation} {key!r}", lambda: self._change_once(self._path(key), next_entry)
         )
@@ -246,7 +246,7 @@ class FileStore:
                 return _Result(True, entry.value)
             self._refresh()
             if os.path.lexists(path):
-                raise _Foiled from None  # the client remembered that there was none
+                raise _Foiled from None  # the client had cached that the key did not exist
             return _Result(False, None)
         mark = _new_mark()
         temporary = TEMPORARY + mark
@@ -287,7 +287,7 @@ class FileStore:
                 _write(file, mark, entry, self._shared)
             finally:
                 os.close(file)
-            rubbish = False  # it may be the key from now on, whatever the answer
+            rubbish = False  # whatever the answer, the folder may be the key from now on
             try:
                 os.rename(temporary, path)
             except OSError as error:
@@ -303,7 +303,7 @@ class FileStore:
             os.close(fd)
 
     def _tidy(self, fd: int, path: str, number: int, held: bytes | None, entry: _Entry) -> None:
-        """Remove what our entry ``number`` has made superfluous. Never raises: the change itself is done."""
+        """Remove what our entry ``number`` has superseded. Never raises, because the change itself is done."""
         try:
             if entry.value is None:
                 _compact(fd, number)
@@ -314,9 +314,9 @@ class FileStore:
             elif number % COMPACT_EVERY == 0:
                 _compact(fd, number - KEPT + 1)
         except OSError:
-            pass  # the next one will
+            pass  # the next writer will remove it
 
-    # -- around them ------------------------------------------------------------------------------
+    # -- retries and errors -----------------------------------------------------------------------
 
     def _until_settled(self, operation: str, attempt: Callable[[], _T]) -> _T:
         """Repeat attempts that other writers foil; errors of the file system become connection errors."""
@@ -343,7 +343,7 @@ class FileStore:
         raise RendezvousConnectionError(f"this connection to the store in {self._folder} is closed")
 
     def _refresh(self) -> None:
-        """See which keys there are: have the client forget what it knows, or notice that all is gone."""
+        """Make the client forget which keys it has cached, or notice that the folder is gone."""
         if not self._shared:
             os.stat(self._folder)
             return
@@ -362,7 +362,7 @@ class FileStore:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a key holds; None: it was deleted."""
+    """What a key holds; ``value`` is None if the key was deleted."""
 
     value: bytes | None
     mark: str = ""
@@ -381,7 +381,7 @@ class _Foiled(Exception):
 
 
 def _file_name(key: str) -> str:
-    # The prefix takes the meaning from "", "." and "..".
+    # With the prefix, "", "." and ".." have no special meaning.
     name = KEY + quote(key, safe="", errors="surrogatepass")
     if len(name) <= MAX_NAME:
         return name
@@ -420,18 +420,18 @@ def _read(fd: int, number: int) -> _Entry:
         head, _, value = file.readall().partition(b"\n")
     words = head.decode(errors="replace").split(" ")
     if len(words) != 3 or words[2] != str(len(value)):
-        # Entries are named when they are complete; only the crash of a server can lose a part.
+        # Entries get their names when they are complete, so only a server crash can lose a part.
         raise OSError(errno.EIO, f"entry {number} is damaged")
     mark, kind, _ = words
     return _Entry(None if kind == "deleted" else value, mark)
 
 
 def _link(fd: int, temporary: str, number: int, mark: str) -> None:
-    """Give a temporary file its number. Raises _Foiled if that is taken, or the file was removed."""
+    """Give a temporary file its number. Raises _Foiled if the number is taken, or the file was removed."""
     try:
         os.link(temporary, str(number), src_dir_fd=fd, dst_dir_fd=fd)
     except OSError as error:
-        # It may be done, with only the answer lost. The number of links does not tell: the temporary file
+        # The link may be made, with only the answer lost. The link count does not tell: the temporary file
         # may have been removed since.
         try:
             if _read(fd, number).mark == mark:
@@ -446,7 +446,7 @@ def _link(fd: int, temporary: str, number: int, mark: str) -> None:
 def _compact(fd: int, below: int) -> None:
     """Remove the entries below a number that is taken; see [Note: Compaction].
 
-    Stops at the first error: what comes later in this order must not go before what comes earlier.
+    Stops at the first error, because nothing may be removed before what precedes it in this order.
     """
     names = os.listdir(fd)
     for name in names:
@@ -458,15 +458,15 @@ def _compact(fd: int, below: int) -> None:
 
 
 def _bury(fd: int, path: str) -> None:
-    """Remove the folder of a deleted key, if it is one: that fails where a listing has missed an entry."""
+    """Remove the folder of a deleted key. If a listing missed an entry, the key exists, and the removal fails."""
     for name in os.listdir(fd):
-        if not _numbers([name]):  # also .nfs* files of clients that are gone
+        if not _numbers([name]):  # including .nfs* files of clients that are gone
             _unlink_quietly(fd, name)
     _rmdir_quietly(path)
 
 
 def _forget(fd: int) -> None:
-    """Have an NFS client ask its server about a folder again; see [Note: NFS]."""
+    """Make an NFS client ask its server about a folder again; see [Note: NFS]."""
     name = TEMPORARY + _new_mark()
     try:
         os.symlink("look", name, dir_fd=fd)
@@ -481,25 +481,25 @@ def _unlink(fd: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=fd)
     except FileNotFoundError:
-        pass  # others remove too
+        pass  # other writers remove files, too
 
 
 def _unlink_quietly(fd: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=fd)
     except OSError:
-        pass  # gone, or it will be removed with the rest
+        pass  # it is gone, or will be removed with the rest
 
 
 def _rmdir_quietly(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        pass  # in use again, or it will be removed with the rest
+        pass  # it is in use again, or will be removed with the rest
 
 
 def _changed(path: str) -> float:
-    """When a key got its value. Its folder tells another time: a look changes that on a network file system."""
+    """When a key got its value. The folder's own time will not do: on a network file system, a look changes it."""
     fd = _open_folder(path)
     try:
         return os.stat(str(_numbers(os.listdir(fd))[-1]), dir_fd=fd).st_mtime
@@ -521,11 +521,11 @@ def _remove_tree(path: str) -> None:
         else:
             os.unlink(path)
     except FileNotFoundError:
-        pass  # another removes too
+        pass  # another process removes it, too
 
 
 def _make(folder: str) -> None:
-    """Make the folder if it is missing, and see whether it can serve; see :class:`FileStore`."""
+    """Make the folder if it is missing, and check that it is usable; see :class:`FileStore`."""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -550,7 +550,7 @@ def _make(folder: str) -> None:
             problem = "cannot be written to: its file system is mounted read-only"
             raise _refusal(folder, problem, OWN_FOLDER) from None
         raise _connection_error(folder, "be written to", error) from None
-    # Compared with a file of ours, not with our uid: a server may map users (root_squash).
+    # Compare with the owner of a file of ours, not with our uid: a server may map users (root_squash).
     if held.st_uid != ours.st_uid:
         problem = f"belongs to {_user(held.st_uid)}, and the files of this process to {_user(ours.st_uid)}"
         raise _refusal(folder, problem, f"run all nodes as one user, and {OWN_FOLDER}")
@@ -560,7 +560,7 @@ def _make(folder: str) -> None:
 
 
 def _try_out(folder: str) -> os.stat_result:
-    """Make a file there and a second name for it; return what the file system says of it."""
+    """Make a file there and a hard link to it; return the file's stat result."""
     name = TEMPORARY + _new_mark()
     fd = _open_folder(folder)
     try:
@@ -592,7 +592,7 @@ def _is_local(folder: str) -> bool:
                 if words[2] == wanted:
                     return words[words.index("-") + 1] in LOCAL
     except OSError:
-        pass  # no /proc: nothing is known
+        pass  # without /proc, nothing is known
     return False
 
 

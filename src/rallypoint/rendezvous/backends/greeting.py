@@ -1,7 +1,7 @@
-"""What a node says first at an endpoint, and what the answer tells about who is there.
+"""What a node sends first at an endpoint, and what the answer tells about the server there.
 
-The greeting is one that every c10d store echoes: its magic number, then a ping with a number of ours. A node that
-will serve the store and still imports torch answers with another number. Anything else is somebody else's server.
+Every c10d store echoes the greeting: c10d's magic number, then a ping with a number of ours. A node that
+will serve the store but is still importing torch answers with another number. Anything else is some other server.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _NUMBER = 0x52414C4C
 GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, _NUMBER)
 ECHO = struct.pack("=I", _NUMBER)
 STARTING = struct.pack("=I", _NUMBER + 1)
-# Sent if there is no answer to the greeting: HTTP servers answer this.
+# Sent if the greeting gets no answer, because HTTP servers answer this.
 QUESTION = b"GET / HTTP/1.0\r\n\r\n"
-# Read of an answer; names of servers are cut to the second.
+# The most bytes read of an answer, and the most characters shown of a server's name.
 LONGEST_ANSWER, LONGEST_NAME = 512, 60
 
 
@@ -35,14 +35,14 @@ class Door(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What serves the endpoint, and why it is not a store; empty if it is one."""
+    """What serves the endpoint; ``why`` says why it is not a store, and is empty if it is one."""
 
     door: Door
     why: str = ""
 
 
 def read(answer: bytes) -> Reply:
-    """What the bytes that came back mean; none mean that the other end hung up."""
+    """What the received bytes mean; no bytes mean that the other end hung up."""
     known = {ECHO: Door.SERVES, STARTING: Door.STARTING}
     door = known.get(answer[: len(ECHO)])
     if door is not None:
@@ -56,7 +56,7 @@ SILENT = Reply(Door.STRANGER, "a program listens there but does not answer")
 
 
 def server(answer: bytes) -> str:
-    """What kind of server says this, in words."""
+    """What kind of server gives this answer, in words."""
     text = answer.decode("latin-1")
     if found := re.match(r"SSH-[\d.]+-([^\s]*)", text):
         return _named("an SSH server", found[1])

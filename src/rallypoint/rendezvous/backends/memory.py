@@ -74,7 +74,7 @@ class MemoryStore:
         pass
 
 
-# A name means the same store to all handlers of this process, for as long as one of them lives.
+# All handlers of this process share the store of a name, for as long as one of them lives.
 _stores: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
 _lock = forks.Lock()
 

@@ -1,4 +1,4 @@
-"""torch's own side of its ``TCPStore``: the server, and clients for those who need c10d's. The one module here that imports torch."""
+"""torch's own ``TCPStore``: the server, and clients for code that needs c10d's. The only module here that imports torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rallypoint.errors import RendezvousConnectionError
 from .tcpstore import REPLY_TIMEOUT, TcpStore, break_on_silence
 
 
-# Two threads that each put a variable back would leave one of them changed.
+# Without this lock, two threads that each set and restore the variable could leave it changed.
 _loading = forks.Lock()
-# How c10d describes a client; it offers no other way to its descriptor.
+# How c10d describes a client; there is no other way to get its descriptor.
 _CLIENT = re.compile(r"TCPStore\(client=TCPClient\(SocketImpl\(fd=(\d+),")
 
 
@@ -24,10 +24,10 @@ class StoreServer:
     """A server in this process, until :meth:`close`.
 
     Args:
-        listener: bound; the server takes it over.
+        listener: a bound socket, which the server takes over.
 
     Raises:
-        RendezvousConnectionError: it could not be served.
+        RendezvousConnectionError: the store could not be served.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -37,17 +37,17 @@ class StoreServer:
         forks.abandon_in_child(self)
 
     def close(self) -> None:
-        self._store = None  # it ends with the last reference
+        self._store = None  # the server ends with the last reference
 
     def abandon(self) -> None:
-        """In a forked child, which lacks the server's thread."""
+        """Drop the server in a forked child, which lacks its thread."""
         self._store = None
 
 
 def client(store: TcpStore, timeout: float) -> Any:
     """c10d's own client of the same store, over a connection of its own. Blocks until it is connected.
 
-    The kernel breaks it when the other host falls silent; nothing looks after a process that stands still.
+    The kernel breaks the connection when the other host falls silent; nothing detects a server process that is stopped.
 
     Args:
         timeout: seconds that its ``get`` and ``wait`` wait for a key.
@@ -69,10 +69,10 @@ def load() -> None:
 
 
 def _tcp_store() -> Any:
-    # c10d warns in C++ of each wait that ends without its key, and prints its stack where a connection
-    # fails; we say what is the matter ourselves.
+    # c10d's C++ code warns about each wait that ends without its key, and prints its stack when a connection
+    # fails; we report these problems ourselves.
     level = environment.get("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # It reads the variable once, when it is loaded: that must be here.
+    # torch reads the variable once, when it is loaded, so it must be loaded here.
     with _loading, environment.overlay({"TORCH_CPP_LOG_LEVEL": level}):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
     return TCPStore
@@ -81,8 +81,8 @@ def _tcp_store() -> Any:
 def _connected(host: str, port: int, timeout: float, listener: socket.socket | None) -> Any:
     make = _tcp_store()
     try:
-        # A server is a client of itself, too. c10d asks for the name of every address, only to print it, and
-        # warns if there is none. (The level above is not read by a torch that was loaded earlier.)
+        # A server is also a client of itself. c10d looks up the name of every address, only to print it, and
+        # warns if there is none. (If torch was loaded earlier, it does not read the level above.)
         with resolver.without_name_servers(), resolver.quiet:
             return make(
                 host,
@@ -92,7 +92,7 @@ def _connected(host: str, port: int, timeout: float, listener: socket.socket | N
                 timeout=timedelta(seconds=timeout),
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
-                use_libuv=True,  # our client counts on how it answers
+                use_libuv=True,  # our client relies on how this server answers
             )
     except RuntimeError as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
@@ -102,7 +102,7 @@ def _connected(host: str, port: int, timeout: float, listener: socket.socket | N
 
 
 def _watch(client: Any, silence: float) -> None:
-    """Have the kernel watch the client's connection. One of a torch that describes it otherwise is not watched."""
+    """Have the kernel watch the client's connection, unless this torch describes it in another way than :data:`_CLIENT`."""
     with resolver.without_name_servers(), resolver.quiet:  # as when it connects
         found = _CLIENT.match(repr(client))
     if found is None:

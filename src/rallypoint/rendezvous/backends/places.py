@@ -1,12 +1,12 @@
-"""Where nodes go when their store is lost, decided from the answer of each place. Pure.
+"""Decides where nodes go when their store is lost, from each place's answer. Pure.
 
-The places are, in this order, the old one (perhaps only a connection broke) and each *standby* of the last plan, as it lists them
+The places are the old one (perhaps only a connection broke), then each *standby* of the last plan, in the plan's order
 (:func:`others`). The first that is alive will serve, and is given time to start; dead ones are skipped. So all nodes
-arrive at the same place without exchanging messages. A node that is not a standby also checks the hosts of the endpoint,
-after all others: if all members have ended, the nodes that waited meet there again.
+arrive at the same place without exchanging messages. A node that is not a standby also checks the endpoint's hosts,
+after all others: if all members have exited, the nodes that waited meet there again.
 
-A place is one port. A node that has served at its place, and is to serve there once more before the nodes have met, does so at the
-same port: it is the only one that the others know (:meth:`Search.way`).
+A place is one port. A node that has served at its place and has to serve there again before the nodes have met uses the
+same port, because the others know no other (:meth:`Search.way`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from enum import Enum
 
 class Answer(Enum):
     SERVES = "serves"
-    ALIVE = "alive"  # its process lives, and does not serve (yet)
+    ALIVE = "alive"  # its process lives but does not serve (yet)
     DEAD = "dead"
     SILENT = "silent"
 
@@ -28,11 +28,11 @@ class Place:
     """Where the store may be; ``node_id`` is empty for an endpoint given by the user.
 
     Args:
-        addr: its host.
-        port: of the store.
+        addr: the place's host.
+        port: the store's port.
         node_id: the node that would serve there.
         watch: the watch port of that node's process; 0 if there is none.
-        watch_addr: its host, if it is not ``addr``.
+        watch_addr: the watch port's host, if it is not ``addr``.
     """
 
     addr: str
@@ -45,10 +45,10 @@ class Place:
 class Way(Enum):
     """What a node does at the place that it has chosen."""
 
-    VISIT = "visit"  # connect to what is served there
-    AGAIN = "again"  # a store of its own, that the job had moved on from, is the job's once more
-    STANDBY = "standby"  # serve at the port that it keeps for that
-    BIND = "bind"  # serve at the port that it kept for that; what it has served there has ended
+    VISIT = "visit"  # connect to the store served there
+    AGAIN = "again"  # take back a store of its own that the job had moved on from
+    STANDBY = "standby"  # serve at the port that it holds for that
+    BIND = "bind"  # serve at the port that it used to hold; the store it served there is gone
 
 
 def others(
@@ -65,24 +65,24 @@ def others(
 
     Args:
         old: where the store was.
-        host_id: the node that served it; empty if that is not known.
-        standbys: of the last plan, in its order.
-        hosts: of the endpoint.
+        host_id: the node that served it; empty if unknown.
+        standbys: the last plan's standbys, in its order.
+        hosts: the endpoint's hosts.
         own: this node's id.
-        may_serve: False: what served the store here was lost, and the others do not count on this node.
-        been: where the store was served before, by the plan or as this node remembers: there it may be again.
+        may_serve: False: the server of the store here was lost, so the others do not count on this node.
+        been: where the store was served before, by the plan or by this node's memory; it may be there again.
     """
     found = [
         place
         for place in standbys
         if place.node_id != host_id or (place.node_id == own and may_serve)
     ]
-    # The node that has served until now answers at the old place, if it does. But the plan may be wrong about that:
-    # a newcomer may have served instead, and that node be the one that has taken over since.
+    # The node that served until now answers at the old place, if at all. But the plan may be wrong about which node that
+    # is: a newcomer may have served instead, and the node that the plan names may have taken over since.
     found += [place for place in standbys if place.node_id == host_id != own]
     if own not in [each.node_id for each in found]:
-        # We cannot serve in place of another. If all start over, they do so at the original place.
-        # At the port of a node that has ended, a newcomer may serve by then.
+        # This node cannot serve in another's place. If all start over, they do so at the original place.
+        # By then, a newcomer may serve at the port of a node that has exited.
         taken = {(each.addr, each.port) for each in (old, *found) if not each.watch}
         found += [host for host in hosts if (host.addr, host.port) not in taken]
     known = {(each.addr, each.port) for each in (old, *found)}
@@ -95,12 +95,12 @@ class Search:
 
     Args:
         old: where the store was.
-        host_id: the node that served it; empty if that is not known.
+        host_id: the node that served it; empty if unknown.
         others: where it may be now, in order of preference: :func:`others`.
         own: this node's id.
-        dead: ids of nodes that are known to have ended.
-        alive_patience: seconds that a living node has to start serving.
-        silent_patience: the same for one that does not answer.
+        dead: ids of nodes whose processes are known to have exited.
+        alive_patience: seconds that a live node has to start serving.
+        silent_patience: the same for a node that does not answer.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Search:
         self.places = (old, *others)
         self._own = own
         self.dead = set(dead)
-        # Not asked at all: a node that is about to leave serves until it has left.
+        # Places not to ask at all: a node that is about to leave still serves until it has left.
         self._given_up = frozenset(self.dead)
         self._patience = {Answer.ALIVE: alive_patience, Answer.SILENT: silent_patience}
         self._since: dict[Place, float] = {}
@@ -128,11 +128,11 @@ class Search:
         return bool(place.node_id) and place.node_id == self._own
 
     def serves_itself(self, place: Place) -> bool:
-        """Whether going to this place is to serve there."""
+        """Whether going to this place means serving there."""
         return self.is_own(place) and place not in self._unable
 
     def note_unable(self, place: Place) -> None:
-        """This node could not serve at its own place: another process of its machine listens there."""
+        """Note that this node could not serve at its own place, where another process of its machine listens."""
         self._unable.add(place)
 
     def to_ask(self) -> tuple[Place, ...]:
@@ -154,8 +154,8 @@ class Search:
             if self.is_own(place):
                 answer = answers.get(place) if place in self._unable else None
                 if answer is Answer.ALIVE:
-                    self._unable.discard(place)  # nobody listens there any more
-                # What serves there is what the others see as this node's.
+                    self._unable.discard(place)  # nothing listens there any more
+                # If another process serves at this node's place, the others take it for this node.
                 later = self.places[index + (place not in self._unable) :]
                 serving = next((p for p in later if answers.get(p) is Answer.SERVES), None)
                 if serving is not None:
@@ -166,7 +166,7 @@ class Search:
             gone = self._node_at(place) in self._given_up
             answer = Answer.DEAD if gone else answers.get(place)
             if answer is None:
-                taken = True  # its answer may be that it serves
+                taken = True  # it may yet answer that it serves
             elif answer is Answer.SERVES:
                 if place.node_id or place is self._old or not taken:
                     return place
@@ -181,9 +181,9 @@ class Search:
         """What to do at a place that was chosen.
 
         Args:
-            place: this node's own, or one that serves.
-            standby: the port that this node keeps now; None: none.
-            left: ports at which it still serves stores that the job has moved on from, if the place is on its machine.
+            place: this node's own place, or one that serves.
+            standby: the port that this node holds now; None: none.
+            left: ports at which this node still serves stores that the job has moved on from, if the place is on its machine.
         """
         if place.port in left:
             return Way.AGAIN
@@ -192,7 +192,7 @@ class Search:
         return Way.STANDBY if place.port == standby else Way.BIND
 
     def nobody_is_left(self, answers: Mapping[Place, Answer]) -> bool:
-        """Whether all nodes that could serve are known to have ended, so that waiting nodes may start over."""
+        """Whether all nodes that could serve are known to have exited, so that waiting nodes may start over."""
         return all(
             not self.is_own(place)
             and (self._node_at(place) in self._given_up or answers.get(place) is Answer.DEAD)
@@ -201,7 +201,7 @@ class Search:
         )
 
     def _awaits(self, place: Place, answer: Answer, now: float, taken: bool) -> bool:
-        # One after the other: the patience for a place starts when the patience for those before it is over.
+        # In turn: the patience for a place starts when the patience for the places before it is over.
         if taken:
             self._since[place] = now
         since = self._since.setdefault(place, now)

@@ -1,4 +1,4 @@
-"""Questions to several places at once, so that one that does not answer delays no other."""
+"""Puts questions to several places at once, so that a place that does not answer delays no other."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .places import Answer, Place
 
 
 class Questions:
-    """What is asked at present, and what was answered.
+    """The questions now open, and their answers.
 
     Args:
-        ask: puts the question to a place; may take a while.
+        ask: puts the question to a place; it may take a while.
         most: how many places there are.
     """
 
@@ -22,17 +22,17 @@ class Questions:
         self._asked: dict[Place, Future[Answer]] = {}
 
     def close(self) -> None:
-        """Ask no more, and wait for nothing."""
+        """Stop asking, without waiting for open questions."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def put(self, places: Iterable[Place]) -> None:
-        """Ask those that have no question to answer."""
+        """Ask those of the places that have no open question."""
         for place in places:
             if place not in self._asked:
                 self._asked[place] = self._pool.submit(self._ask, place)
 
     def answers(self, seconds: float) -> dict[Place, Answer]:
-        """What has been answered.   Blocks: until something has, for that long at most; not at all if no question is open."""
+        """New answers, by place.   Blocks: until there is one, at most for ``seconds``; not at all if no question is open."""
         wait(self._asked.values(), seconds, FIRST_COMPLETED)
         done = [place for place, future in self._asked.items() if future.done()]
         return {place: self._asked.pop(place).result() for place in done}

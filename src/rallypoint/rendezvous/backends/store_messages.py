@@ -1,12 +1,12 @@
 """The messages of c10d's ``TCPStore``, as its client sends and reads them. No I/O.
 
-Each function makes an :class:`Exchange`: the bytes of a request, and how the reply to it is read. A reply is read by a generator
-that yields how many bytes it needs next, is sent these, and returns the result.
+Each function makes an :class:`Exchange`: the bytes of a request, and a reader for the reply. The reader is a generator
+that yields how many bytes it needs next, is sent them, and returns the result.
 
-The protocol (``torch/csrc/distributed/c10d/TCPStoreBackend.hpp``; not documented, unchanged since torch 2.0 but for additions):
-a request is one byte that says what is wanted, then its fields; the server answers each in order, `set` excepted. Numbers are
-in the byte order of the host, as c10d has them, so all hosts of a job must share one. ``tests/contract/test_store_messages.py`` holds
-this file to the torch that is installed.
+The protocol (``torch/csrc/distributed/c10d/TCPStoreBackend.hpp``; undocumented, unchanged since torch 2.0 except for additions):
+a request is one byte that says what is wanted, then its fields; the server answers the requests in order, except `set`. Numbers
+are in the host's byte order, as in c10d, so all hosts of a job must share one. ``tests/contract/test_store_messages.py``
+checks this file against the installed torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Query(IntEnum):
 MAGIC: Final = 0x3C85F7CE
 # c10d's client puts this before every key.
 KEY_PREFIX: Final = b"/"
-# No value that this package stores is larger, and no longer one is waited for.
+# This package stores no larger value, and reads no larger one.
 MOST: Final = 64 << 20
 
 # Answers to CHECK and WAIT.
@@ -60,8 +60,8 @@ class Exchange(Generic[T]):
     """A request, and how its reply is read.
 
     Args:
-        request: what is sent.
-        reply: begins to read what comes back.
+        request: the bytes to send.
+        reply: makes the reader of the reply.
     """
 
     request: bytes
@@ -69,7 +69,7 @@ class Exchange(Generic[T]):
 
 
 def hello(number: int) -> bytes:
-    """What a client says first; the server answers with :func:`echo` of the same number."""
+    """What a client sends first; the server answers with :func:`echo` of the same number."""
     return _HELLO.pack(Query.VALIDATE, MAGIC, Query.PING, number)
 
 
@@ -78,24 +78,24 @@ def echo(number: int) -> bytes:
 
 
 def set_value(key: str, value: bytes) -> Exchange[None]:
-    """Has no reply: the next request's reply confirms it."""
+    """Sets a value. There is no reply; the next request's reply confirms it."""
     return Exchange(_request(Query.SET, _key(key), _bytes(value)), _nothing)
 
 
 def compare_set(key: str, expected: bytes, desired: bytes) -> Exchange[bytes]:
-    """The value afterwards; where there is no key and one was expected, ``expected``."""
+    """The value afterwards; ``expected`` if there is no key and one was expected."""
     return Exchange(
         _request(Query.COMPARE_SET, _key(key), _bytes(expected), _bytes(desired)), _value
     )
 
 
 def get(key: str) -> Exchange[bytes]:
-    """The value. The key must be there: for one that is not, servers differ in what they do."""
+    """The value. The key must exist: servers differ in what they do if it does not."""
     return Exchange(_request(Query.GET, _key(key)), _value)
 
 
 def get_many(keys: Sequence[str]) -> Exchange[list[bytes]]:
-    """As :func:`get`, for several."""
+    """As :func:`get`, for several keys."""
     return Exchange(_request(Query.MULTI_GET, _keys(keys)), lambda: _values(len(keys)))
 
 
@@ -105,28 +105,28 @@ def add(key: str, amount: int) -> Exchange[int]:
 
 
 def check(keys: Sequence[str]) -> Exchange[bool]:
-    """Whether all are there."""
+    """Whether all keys exist."""
     return Exchange(_request(Query.CHECK, _keys(keys)), _is_ready)
 
 
 def check_each(keys: Sequence[str]) -> Exchange[list[bool]]:
-    """Which are there: many requests, sent together."""
+    """Which keys exist: many requests, sent together."""
     request = b"".join(_request(Query.CHECK, _keys([key])) for key in keys)
     return Exchange(request, lambda: _are_ready(len(keys)))
 
 
 def delete(key: str) -> Exchange[bool]:
-    """Whether there was one."""
+    """Whether the key existed."""
     return Exchange(_request(Query.DELETE, _key(key)), _was_deleted)
 
 
 def wait(keys: Sequence[str]) -> Exchange[None]:
-    """The reply comes when all keys are there. To give up before that: :func:`cancel_wait`."""
+    """The reply comes when all keys exist. To give up before that, use :func:`cancel_wait`."""
     return Exchange(_request(Query.WAIT, _keys(keys)), _come)
 
 
 def cancel_wait() -> Exchange[bool]:
-    """After a :func:`wait` whose reply has not come: whether the key has come in this very moment."""
+    """Ends a :func:`wait` whose reply has not come. The result is whether the keys appeared at that very moment."""
     return Exchange(_request(Query.CANCEL_WAIT), _come_or_cancelled)
 
 
@@ -199,7 +199,7 @@ def _come_or_cancelled() -> Reading[bool]:
     if answer == _CANCELLED:
         return False
     if answer == _COME:
-        (answer,) = yield 1  # that of the wait was on its way
+        (answer,) = yield 1  # the first byte was the answer to the wait, already on its way
     if answer != _CANCELLED:
         raise ProtocolError(f"answer {answer} to the end of a wait, expected {_CANCELLED}")
     return True

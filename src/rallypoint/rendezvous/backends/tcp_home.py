@@ -1,15 +1,15 @@
-"""The embedded store's home: one node of the job serves it, and another one when that node is lost.
+"""The embedded store's home: one node of the job serves the store, and another takes over when that node is lost.
 
-Which node serves at first is decided by binding: the endpoint's address can be bound on one machine only, so
-no name is compared with another. Of several nodes on that machine the first one wins the port. It binds
-before torch, whose server it is, has been imported, and a *doorman* (:mod:`.door`) tells those who come meanwhile that the
+Binding decides which node serves first: the endpoint's address can be bound on only one machine, so
+no names are compared. If several nodes run on that machine, the first one gets the port. It binds
+before it has imported torch, which provides the server. Meanwhile a *doorman* (:mod:`.door`) tells arriving nodes that the
 store is starting: they wait, and that time is not counted against them.
 
 When the store is lost, the members of the last round ask the old place and each *standby* of the plan, and
-:mod:`.places` chooses. A standby has bound its port beforehand and does not listen there before it serves, so
-an attempt is refused at once; its watch port tells whether its process lives and so will serve. From then on a doorman
-answers there, too, so strangers cannot fill the queue of the port before the store accepts connections. Where a
-newcomer meanwhile serves an empty store at the endpoint of old, the new host leaves a note there that
+:mod:`.places` chooses. A standby has bound its port beforehand but does not listen there until it serves, so
+connecting is refused at once; its watch port shows whether its process lives and so will serve. Once it listens, a doorman
+answers there, too, so strangers cannot fill the port's queue before the store accepts connections. If a
+newcomer meanwhile serves an empty store at the original endpoint, the new host leaves a note there that
 leads to the new place.
 """
 
@@ -45,26 +45,26 @@ _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], None]
 
-# Attempts to connect while a place is looked for: seconds between them, and for each.
+# Attempts to connect while looking for a place: seconds between attempts, and seconds for each.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 ATTEMPT = 1.0
-# Of the longest pause between two questions after a loss: the first one, and the one behind news.
+# The first pause between two questions after a loss, and the pause after news, as a part of the longest pause.
 FIRST_PART = 1 / 8
 # The least time for the kernel of the lost store's host to answer.
 LEAST_REACH = 0.15
-# The first connection of all.
+# Seconds for a node's first connection to the store.
 FIRST_TURN = 10.0
-# Reasons for the missing store that get a line of their own.
+# How many reasons for the missing store get a line of their own.
 MOST_SAID = 4
-# Seconds for an answer at the endpoint; and how long a store may say that it is starting, uncounted.
+# Seconds for an answer at the endpoint; and the most seconds of a store's start-up that do not count.
 FIRST_ANSWER, LONGEST_START = 3.0, 600.0
-# The new host looks this often whether somebody serves an empty store at the old place: before a newcomer there
-# has made a round of its own. Where it has left a note it looks less often whether that still stands.
+# How often the new host checks whether a store is served at the old place, to find a newcomer there before it
+# has formed a round of its own. After it has left a note, it checks less often whether the note is still there.
 FORWARD_EVERY, FORWARD_AGAIN = 0.5, 2.0
 
 
 def serve_here(listener: socket.socket) -> Callable[[], Server]:
-    """A store served by this process itself."""
+    """Prepare to serve a store in this process; see :data:`~rallypoint.rendezvous.home.Prepare`."""
     from .native_store import StoreServer, load
 
     load()
@@ -90,11 +90,11 @@ class TcpHome:
     Args:
         hosts: where the store may be at first, in this order; the first one serves it.
         silence: seconds without an answer after which a connection counts as broken.
-        is_host: whether this node serves it; None: if the first of ``hosts`` is this machine.
+        is_host: whether this node serves the store; None: it does if the first of ``hosts`` is this machine.
         say: prints a line to the user.
         bind: address that a store served here listens on; ``*``: all; None: the one that other nodes connect to.
-        prepare: makes the server of a store served here: in this process, or in another one.
-        option: what the port was given with, for errors.
+        prepare: makes the server of a store served here, in this process or in another one.
+        option: the flag that the port was given with, for errors.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class TcpHome:
         self._is_host = is_host
         self._say = say
         self._server: _Served | None = None
-        self._left: list[_Served] = []  # served here, and empty but for a note of where the job is
+        self._left: list[_Served] = []  # served here only to lead nodes to where the job is now
         self._standby: socket.socket | None = None
         self._is_listed = False  # whether the standby is at a place of the endpoint
         self._current: Place = Place(*self._hosts[0])
-        self._outside: Place | None = None  # the same for others, once it has moved
-        # A note has led here since this plan was made: who serves at the current place is not what it says.
+        self._outside: Place | None = None  # the current place for others, once it has moved
+        # A note has led here since this plan was made, so the plan does not say which node serves at the current place.
         self._overtaken: Mapping[str, Any] | None = None
-        self._back_from: Place | None = None  # where it was when it went back to a store of its own
-        self._may_serve = True  # what served the store here has not been lost
+        self._back_from: Place | None = None  # where the store was before this node took it back
+        self._may_serve = True  # False: the server of the store here was lost
         self._told = False  # whether the user knows that the endpoint is not this host's
         self._forward: LeaveNote | None = None
         self._forwarder: threading.Thread | None = None
         self._redirector: threading.Thread | None = None
-        self._signs: dict[tuple[str, int], LifeSigns] = {}  # of the hosts of stores, by place
+        self._signs: dict[tuple[str, int], LifeSigns] = {}  # life signs of hosts, by place
         self._closed = threading.Event()
 
     @property
@@ -144,10 +144,10 @@ class TcpHome:
         return self._hosts[0]
 
     def forward_with(self, leave_note: LeaveNote) -> None:
-        """How to leave a note in the older of two stores that leads to the newer one.
+        """Set the function that leaves a note, in the older of two stores, that leads to the newer one.
 
-        Takes the job's store as this node sees it and another one, and where other nodes find each of them; None
-        if that is not known: then no note leads there.
+        It takes the job's store as this node sees it, another store, and the places where other nodes find the two. The
+        other store's place may be None, if unknown; then no note leads there.
         """
         self._forward = leave_note
 
@@ -159,7 +159,7 @@ class TcpHome:
             try:
                 return self._connect(deadline, stop)
             except RendezvousConnectionError:
-                # The server has ended at this moment, and another node will serve; or it cannot be served here now.
+                # Either the server has just exited, and another node will serve; or the store cannot be served here now.
                 if stop.is_set() or deadline.expired():
                     raise
                 stop.wait(min(pause, deadline.remaining() or pause))
@@ -168,7 +168,7 @@ class TcpHome:
     def _connect(self, deadline: Deadline, stop: threading.Event) -> Store:
         listener = self._listener_if_host()
         if listener is not None:
-            # Of several endpoints one may be served already: this node has come back.
+            # With several endpoints, a store may already be served at another one: this node has come back.
             for host, port in self._hosts[1:]:
                 if _probe_store(host, port) is Answer.SERVES:
                     listener.close()
@@ -179,10 +179,10 @@ class TcpHome:
         return self._wait_for_host(deadline, stop)
 
     def _listener_if_host(self) -> socket.socket | None:
-        """The store's listening socket, if this node is the one to serve it.
+        """The store's listening socket, if this node should serve the store.
 
         Raises:
-            ConfigError: it was told to, and the port is in use.
+            ConfigError: this node was told to serve, and the port is in use.
         """
         host, port = self._hosts[0]
         if self._is_host is False:
@@ -205,7 +205,7 @@ class TcpHome:
             hint = "choose another one, the same on all nodes"
             raise ConfigError(error.field, error.value, problem, hint) from None
         if not here:
-            # A name that has no address yet, or one that only a NAT's outside has: this node was told to serve.
+            # This node was told to serve, so the name may have no address yet, or only one outside a NAT.
             what = (
                 "is not an address of this machine"
                 if addresses.exists(host)
@@ -231,13 +231,13 @@ class TcpHome:
                 timeout = min(FIRST_ANSWER, max(left or 0.0, 0.001)) if brief else FIRST_ANSWER
                 reply = door.greet(host, port, timeout)
                 if reply is SILENT:
-                    # While the doorman hands over to the store, there is no answer for a moment.
+                    # While the doorman hands over to the store, there is briefly no answer.
                     reply = Reply(Door.STARTING) if starting else door.ask(host, port)
                 replies.append(reply)
                 if reply.door is Door.SERVES:
-                    with contextlib.suppress(RendezvousConnectionError):  # it has just ended
+                    with contextlib.suppress(RendezvousConnectionError):  # it has just exited
                         place = Place(host, port)
-                        # Thousands may come at once: their turn may take a while.
+                        # Thousands of nodes may come at once, so this one's turn may take a while.
                         store = self._client(place, FIRST_TURN)
                         self._current = place
                         return store
@@ -263,7 +263,7 @@ class TcpHome:
                     self._say(f"waiting for the rendezvous at {names} ({why}){until}")
             stop.wait(min(pause, deadline.remaining() or pause))
             pause = min(pause * 2, LONGEST_PAUSE)
-            # The other user of the port, perhaps just a connection, may be gone by now.
+            # Whatever used the port, perhaps only a connection, may be gone by now.
             listener = self._listener_if_host()
             if listener is not None:
                 return self._serve_when_ready(listener, deadline)
@@ -273,10 +273,10 @@ class TcpHome:
         try:
             return self._serve(listener)
         finally:
-            deadline.extend(MONOTONIC.now() - began)  # that is time of our own
+            deadline.extend(MONOTONIC.now() - began)  # starting to serve does not count
 
     def _serve(self, listener: socket.socket, node_id: str = "") -> Store:
-        """Serve the store on a listening socket; answer there until it is ready. ``node_id``: of this node, if it is known."""
+        """Serve the store on a listening socket; a doorman answers until it is ready. ``node_id``: this node's, if known."""
         doorman = Doorman(listener)
         try:
             serve = self._prepare(listener)
@@ -296,7 +296,7 @@ class TcpHome:
 
     def standby(self, addr: str) -> Mapping[str, Any]:
         if self._standby is None:
-            # At the endpoint's port where it is free: then a list of hosts is all that newcomers need.
+            # Use the endpoint's port if it is free: then newcomers need only a list of hosts.
             for port in (self._hosts[0][1], 0):
                 try:
                     to = addresses.listening_address(self._bind, addr)
@@ -315,14 +315,14 @@ class TcpHome:
         return told
 
     def _are_newcomers_to_find(self, to: str | None, kept: socket.socket) -> bool:
-        """Whether a store that is served here is at a place of the endpoint.
+        """Whether a store served here would be at one of the endpoint's places.
 
         Args:
             to: the address at which this node would listen; None: all.
-            kept: has the port.
+            kept: the socket that holds the port.
         """
         port = kept.getsockname()[1]
-        # One by one: a name behind this host's own may not resolve yet, which takes seconds.
+        # One by one: names listed after this host's own may not resolve yet, and failing to resolve takes seconds.
         here = (addresses.own_address(host) for host, its in self._hosts if its == port)
         return any(each is not None and to in (None, each) for each in here)
 
@@ -335,14 +335,14 @@ class TcpHome:
     ) -> Recovery:
         if self._server is not None:
             with contextlib.suppress(RendezvousConnectionError):
-                # Served by this very node: only the connection broke.
+                # This node serves the store, so only the connection broke.
                 return Recovery(self._server.connect(), moved=False)
-            # The process that served it here is gone. The others do not count on this node any more: it follows them.
+            # The process that served the store here is gone. The others no longer count on this node, so it follows them.
             self._server.close()
             self._server = None
             self._may_serve = False
         search = self._search(last)
-        # Its connection broke before a whole silence had passed.
+        # The connection to the old place broke before a whole silence had passed; grant the rest of it.
         reach = {search.places[0]: self._left_of_silence(search.places[0])}
         longest = _longest_pause(last)
         pause = first = longest * FIRST_PART
@@ -359,7 +359,7 @@ class TcpHome:
                 while True:
                     news = questions.answers(turn.remaining() or 0.0)
                     if any(answers.get(place) is not answer for place, answer in news.items()):
-                        # Others have learned it too, and one of them may serve at once.
+                        # Others have learned this, too, and one of them may serve at once.
                         turn, pause = Deadline(min(first, turn.remaining() or 0.0)), 2 * first
                     answers.update(news)
                     if (found := self._found(search, answers)) is not None:
@@ -374,7 +374,7 @@ class TcpHome:
                 stop.wait(min(left, deadline.remaining() or left))
 
     def _found(self, search: Search, answers: dict[Place, Answer]) -> Recovery | None:
-        """Go where the answers say, or serve here; None: they do not say yet. A place that turned out to be unusable is silent."""
+        """Go where the answers lead, or serve here; None if they do not decide yet. An unusable place counts as silent."""
         while (choice := search.choose(MONOTONIC.now(), answers)) is not None:
             with contextlib.suppress(RendezvousConnectionError):
                 return self._go_to(choice, search)
@@ -386,7 +386,7 @@ class TcpHome:
         return None
 
     def _left_of_silence(self, place: Place) -> float:
-        """Seconds until the host of a store has been silent for so long that it counts as lost."""
+        """Seconds until the host of a store has been silent long enough to count as lost."""
         signs = self._signs.get((place.addr, place.port))
         if signs is None or signs.at is None:
             return (1 - BREAK) * self._silence
@@ -394,11 +394,11 @@ class TcpHome:
 
     def _search(self, last: LastRound | None) -> Search:
         own = "" if last is None else last.node_id
-        # It may have moved since the plan was made.
+        # The store may have moved since the plan was made.
         host_id = self._current.node_id
         if not host_id and last is not None and last.plan != self._overtaken:
             host_id = str(last.plan.get("store", ""))
-        # A newcomer may serve an empty store at the port of one that has ended.
+        # Watch the host's process, too: a newcomer may serve an empty store at the port of a node that has exited.
         host = next(
             (each for each in _standbys(last) if each.node_id and each.node_id == host_id), None
         )
@@ -420,7 +420,7 @@ class TcpHome:
             others,
             own=own,
             dead=() if last is None else last.dead,
-            # A turn of its own may take longer than one of ours.
+            # Another node's turn may take longer than this node's.
             alive_patience=max(self._silence, 2 * ATTEMPT) + ATTEMPT,
             silent_patience=2 * ATTEMPT,
         )
@@ -446,7 +446,7 @@ class TcpHome:
             return answer
         alive = _probe(place.watch_addr or place.addr, place.watch)
         if answer is Answer.SERVES:
-            # Its process is gone, and another of that machine has its port: no store of ours.
+            # The node's process is gone and another process of that machine has its port, so this is not the job's store.
             return Answer.DEAD if alive is Answer.DEAD else answer
         return Answer.ALIVE if alive is Answer.SERVES else alive
 
@@ -466,7 +466,7 @@ class TcpHome:
         return store
 
     def _serve_again(self, left: _Served, place: Place, search: Search) -> Recovery:
-        """Those that served after this node have ended: what it served before is the job's store once more."""
+        """Serve the job's store again, from one that this node had kept: all nodes that served after it have exited."""
         again = left.connect()
         self._say(
             f"the job's store at {self._current.addr} is lost; serving it here again, port {left.port}"
@@ -486,7 +486,7 @@ class TcpHome:
         try:
             listener.listen(addresses.BACKLOG)
         except OSError:
-            # Another supervisor on this machine held the same port, and was first.
+            # Another supervisor on this machine had bound the same port, and listened first.
             listener.close()
             raise RendezvousConnectionError(
                 "another node of this machine serves the store already"
@@ -501,7 +501,7 @@ class TcpHome:
         return Recovery(store, True, frozenset(search.dead))
 
     def _bound_again(self, place: Place) -> socket.socket:
-        """The port of this node's own place, which it does not keep any more.
+        """Bind the port of this node's own place again, which it no longer holds.
 
         Raises:
             RendezvousConnectionError: another process has it.
@@ -515,7 +515,7 @@ class TcpHome:
             ) from None
 
     def _begin_forwarding(self, here: Place, known: Iterable[Place]) -> None:
-        """Lead nodes on that come to other places: a newcomer at the endpoint, and another part of a broken network."""
+        """Redirect nodes that come to other places: a newcomer at the endpoint, or another part of a broken network."""
         if self._forward is None:
             return
         assert self._server is not None
@@ -531,7 +531,7 @@ class TcpHome:
     def _keep_forwarding(
         self, server: _Served, here: Place, others: Sequence[tuple[str, int]]
     ) -> None:
-        """Redirect nodes that come to an earlier place of the store, or a possible one, to the job's present place."""
+        """Redirect nodes that come to an earlier or possible place of the store to its current place."""
         assert self._forward is not None
         pause = FORWARD_EVERY
         while not self._closed.wait(pause) and self._server is server:
@@ -572,7 +572,7 @@ class TcpHome:
             self._begin_forwarding(self._current, ())
 
     def _retire(self) -> None:
-        """The store served here is not the job's any more; it stays, to lead others on from there."""
+        """Keep the store served here, which is no longer the job's, to redirect others."""
         if self._server is not None:
             self._left.append(self._server)
             self._server = None
@@ -594,7 +594,7 @@ class TcpHome:
             self._redirector.start()
 
     def _keep_redirecting(self) -> None:
-        # Others may come to a store that was left after its note was written, and make it the newer one.
+        # Others may come to a retired store after its note was written, and make it the newer one.
         while not self._closed.wait(FORWARD_AGAIN):
             outside = self._outside
             if self._left and outside is not None:
@@ -605,7 +605,7 @@ class TcpHome:
                     self.redirect(store)
 
     def clear(self, store: Store, *, well: bool) -> None:
-        pass  # it ends with its node
+        pass  # the store ends with the node that serves it
 
     def close(self) -> None:
         self._closed.set()
@@ -623,7 +623,7 @@ class TcpHome:
 
 
 def _longest_pause(last: LastRound | None) -> float:
-    """Between two questions to each place; the more nodes ask, the less often each does."""
+    """The longest pause between two questions to each place: the more nodes there are, the less often each asks."""
     count = 0 if last is None else len(plan.order(last.plan))
     return min(LONGEST_PAUSE / 4, 0.05 + count / 2000)
 
@@ -633,9 +633,9 @@ def _standbys(last: LastRound | None) -> list[Place]:
 
 
 def _served_at(last: LastRound | None) -> Place | None:
-    """Where the plan's store was, if the plan says so: not all that know the plan have been there.
+    """Where the plan's store was, if the plan says so: not all nodes that know the plan were connected there.
 
-    None for the node that served it: if that has lost it, another node's may be there by now.
+    None on the node that served it: if it has lost its store, another node's may be there by now.
     """
     for each in _listed(last):
         if last is not None and last.node_id != each.get("id") == last.plan.get("store"):
@@ -657,7 +657,7 @@ def _place(told: Mapping[str, Any], port_key: str) -> Place | None:
 
 
 def _probe(host: str, port: int) -> Answer:
-    """Whether there is a listener."""
+    """Whether anything listens there."""
     try:
         socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
     except ConnectionRefusedError:
@@ -668,7 +668,7 @@ def _probe(host: str, port: int) -> Answer:
 
 
 def _who_is_at(host: str, port: int) -> Reply:
-    """The process that has a port of this host."""
+    """What listens at a port of this host."""
     reply = door.greet(host, port, FIRST_ANSWER)
     if reply is SILENT:
         reply = door.ask(host, port)

@@ -1,8 +1,8 @@
 """c10d's ``TCPStore`` behind :class:`~rallypoint.rendezvous.store.Store`: a client of our own, without torch.
 
-A supervisor talks to the job's store and does nothing else that needs torch: importing that for c10d's client takes more than
-a second and 200 MB. And c10d's client waits for answers without limit. The messages are in :mod:`.store_messages`; the server is
-torch's (:mod:`.native_store`).
+A supervisor needs torch for nothing but the job's store, and importing torch for c10d's client takes more than
+a second and 200 MB. Also, c10d's client waits for answers without limit. The messages are in :mod:`.store_messages`; the
+server is torch's (:mod:`.native_store`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from . import store_messages
 from .store_messages import Exchange, Reading
 
 
-# A reply of the store itself (not a wait for a key) that takes longer means that it is gone.
+# Seconds after which a missing reply (other than to a wait for a key) means that the store is gone.
 REPLY_TIMEOUT = 15.0
 # Seconds for the first answer on a new connection.
 GREETING = 5.0
-# How the kernel says that nothing has come back.
+# The errors by which the kernel reports that nothing has come back.
 _NO_ANSWER: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
-# Of Linux's ``struct tcp_info``: ``tcpi_last_ack_recv``, in milliseconds.
+# ``tcpi_last_ack_recv`` in Linux's ``struct tcp_info``, in milliseconds.
 _LAST_ACK: Final = struct.Struct("=56xI")
-# Keys read in one round trip.
+# The most keys read in one round trip.
 CHUNK = 512
-# Bytes asked for at once: a short reply comes whole.
+# How many bytes to ask for at once, so that a short reply arrives whole.
 AHEAD = 4096
-# No key ever holds this.
+# A value that no key ever holds.
 NEVER = b"\x00rally: never\x00"
-# A thread that waits for an answer looks up this often (seconds).
+# How often a thread that waits for an answer wakes up (seconds).
 TURN = 0.25
 
 T = TypeVar("T")
 
 
 class LifeSigns:
-    """When a store's host last acknowledged anything, as far as connections that broke know; shared by all connections to it.
+    """When a store's host last acknowledged anything, as told by broken connections; shared by all connections to it.
 
     Attributes:
         at: on this host's monotonic clock; None: no connection has found it silent.
@@ -56,7 +56,7 @@ class LifeSigns:
         self.at: float | None = None
 
     def note(self, sock: socket.socket) -> None:
-        """A connection broke, as nothing came back."""
+        """Note a connection that broke because nothing came back."""
         try:
             facts = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
         except OSError:
@@ -69,16 +69,16 @@ class LifeSigns:
 class TcpStore:
     """One connection to the store.
 
-    Safe for several threads: they take turns. Another one may :meth:`close` it meanwhile.
+    Thread-safe: threads take turns, and another thread may :meth:`close` it meanwhile.
 
     Args:
-        host: where it is served.
-        port: its port.
+        host: the store's host.
+        port: the store's port.
         silence: seconds without an answer after which the connection counts as broken, whether the other host's kernel is silent
             or only its process; None waits without limit.
         timeout: seconds that connecting may take; the first answer gets :data:`GREETING` more.
-        signs: of life of its host; None: none are known.
-        begun: called with the socket before it connects. A thread that shuts the socket down ends the attempt.
+        signs: the host's signs of life; None: none are known.
+        begun: called with the socket before it connects, so that another thread can shut the socket down to end the attempt.
 
     Raises:
         RendezvousConnectionError: nothing listens there, or no store answered.
@@ -99,7 +99,7 @@ class TcpStore:
         self._lock = forks.Lock()
         self._closed = False
         self._broken: RendezvousConnectionError | None = None
-        self._ahead = b""  # has come, and is not read yet
+        self._ahead = b""  # received but not yet read
         deadline = Deadline(timeout)
         try:
             self._socket = _connected(self._host, port, deadline, begun)
@@ -114,7 +114,7 @@ class TcpStore:
         if silence is not None:
             break_on_silence(self._socket, silence, BREAK)
         try:
-            # Connected does not mean served: the kernel also accepts for a stopped process.
+            # Connected does not mean served: the kernel accepts connections for a stopped process, too.
             self._greet((deadline.remaining() or 0.0) + GREETING)
         except BaseException:
             self.close()
@@ -141,13 +141,13 @@ class TcpStore:
             if not self._wait([key], deadline):
                 raise TimeoutError(f"{key} did not appear within {timeout:.1f} s")
             value = self._ask(store_messages.get(key))
-            # The server also wakes those who wait when another's compare-and-set of a key that is not there
-            # fails; what they read then is nothing.
+            # The server also wakes waiting clients when another client's compare-and-set of a missing key
+            # fails; the value they read then is empty.
             if value or self.exists(key):
                 return value
 
     def get_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """As :meth:`get`, for several: two round trips for some hundreds, once all are there."""
+        """As :meth:`get`, for several keys: two round trips for a few hundred, once all exist."""
         deadline, found = Deadline(timeout), []
         for start in range(0, len(keys), CHUNK):
             chunk = keys[start : start + CHUNK]
@@ -159,7 +159,7 @@ class TcpStore:
                     f"{(missing or chunk)[0]}{more} did not appear within {timeout:.1f} s"
                 )
             values = self._ask(store_messages.get_many(chunk))
-            # An empty one: see get.
+            # For an empty value, see get.
             found += [
                 value or self.get(key, deadline.remaining() or 0.0)
                 for key, value in zip(chunk, values, strict=True)
@@ -182,12 +182,12 @@ class TcpStore:
     def _get_chunk(self, keys: Sequence[str]) -> dict[str, bytes | None]:
         values = self._ask(store_messages.get_many(keys))
         found: dict[str, bytes | None] = dict(zip(keys, values, strict=True))
-        # For a key that is not there the server answers with nothing, as for one that holds nothing.
+        # The server answers with an empty value both for a missing key and for an empty one.
         empty = [key for key in keys if not found[key]]
         if empty:
             answers = self._ask(store_messages.check_each(empty))
             found.update(dict.fromkeys(empty))
-            # One that is there now may have come in between: what it holds is read after that.
+            # A key that exists now may have been set in between, so read its value after the check.
             late = [key for key, is_there in zip(empty, answers, strict=True) if is_there]
             if late:
                 values = self._ask(store_messages.get_many(late))
@@ -195,8 +195,8 @@ class TcpStore:
         return found
 
     def peek(self, key: str) -> bytes | None:
-        # One round trip: a compare-and-set whose condition cannot hold answers with what is there; where there is no
-        # key, with the condition.
+        # One round trip: a compare-and-set whose condition cannot hold returns the current value or, if there is no
+        # key, the condition.
         value = self.compare_set(key, NEVER, NEVER)
         return None if value == NEVER else value
 
@@ -224,15 +224,15 @@ class TcpStore:
         )
 
     def close(self) -> None:
-        """Give the connection back. A call of another thread that is blocked in it fails at once."""
+        """Close the connection. A call that another thread is blocked in fails at once."""
         self._closed = True
-        with contextlib.suppress(OSError):  # it is broken already
+        with contextlib.suppress(OSError):  # it is already broken
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
             self._socket.close()
 
     def abandon(self) -> None:
-        """In a forked child: the connection is the parent's, and must not be shut down here."""
+        """Give the connection up in a forked child: it is the parent's, and must not be shut down here."""
         self._closed = True
         self._lock = forks.Lock()
         self._socket.close()
@@ -261,11 +261,11 @@ class TcpStore:
             return self._exchange(exchange, self._silence)
 
     def _wait(self, keys: Sequence[str], deadline: Deadline) -> bool:
-        """Wait until the keys are there; False when the time is up."""
+        """Wait until the keys exist; False when the time is up."""
         with self._lock, self._talking():
             exchange = store_messages.wait(keys)
             self._send(exchange.request, self._silence)
-            # Until the time is up nothing need come. The kernel notices a silent host meanwhile.
+            # Nothing need come until the time is up. Meanwhile, the kernel notices a silent host.
             if not self._comes_within(deadline.remaining()):
                 return self._exchange(store_messages.cancel_wait(), self._silence)
             self._read(exchange.reply(), self._silence)
@@ -273,7 +273,7 @@ class TcpStore:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Around one exchange: whatever interrupts it leaves the connection out of step, so it is not used again."""
+        """Guard one exchange: any interruption leaves the connection out of step, so it is not used again."""
         if self._closed:
             raise self._is_closed()
         if self._broken is not None:
@@ -329,7 +329,7 @@ class TcpStore:
         return data
 
     def _comes_within(self, seconds: float | None) -> bool:
-        """Whether something comes, if only the end of the connection; waits for it."""
+        """Wait until something arrives, even if only the end of the connection. Returns whether it did."""
         if self._ahead:
             return True
         poller = select.poll()
@@ -353,9 +353,9 @@ class TcpStore:
 def _connected(
     host: str, port: int, deadline: Deadline, begun: Callable[[socket.socket], None] | None
 ) -> socket.socket:
-    """As ``socket.create_connection``; a fork meanwhile does not have to wait, and its child has no copy."""
+    """As ``socket.create_connection``, but a concurrent fork need not wait, and the child gets no copy."""
     failure = OSError(f"{host} has no address")
-    # For a text, Python imports its codec of international names: as long as all else here.
+    # For a str, Python would import its codec for international names, which takes as long as everything else here.
     name = host.encode() if host.isascii() else host
     for family, kind, protocol, _, address in socket.getaddrinfo(
         name, port, type=socket.SOCK_STREAM
@@ -378,8 +378,8 @@ def _connected(
 class _Turns:
     """Counts how long an answer has been overdue, turn by turn.
 
-    A turn counts as long as it should be, however late this process is when it ends: a process that was stopped for a while, or
-    starved of the processor, grants as much to the other side (Lifeguard, arXiv:1707.00788).
+    A turn counts with its nominal length, however late this process wakes up: a process that was stopped for a while, or
+    starved of CPU, grants the other side the same time (Lifeguard, arXiv:1707.00788).
     """
 
     __slots__ = ("_left", "_patience")
@@ -388,10 +388,10 @@ class _Turns:
         self._patience = self._left = patience
 
     def another(self) -> None:
-        """A turn is over.
+        """Count a turn that is over.
 
         Raises:
-            TimeoutError: it was the last one.
+            TimeoutError: it was the last turn.
         """
         if self._left is None:
             return
@@ -400,22 +400,22 @@ class _Turns:
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {self._patience:.1f} s")
 
 
-# The most that Linux takes: seconds between keep-alives, milliseconds without an acknowledgement.
+# Linux's limits: seconds between keep-alives, milliseconds without an acknowledgement.
 MAX_KEEPALIVE, MAX_TIMEOUT = 32_767, 2**31 - 1
-# The part of a silence after which a connection to the job's store breaks. What is left is for a question on a new connection.
+# The part of a silence after which a connection to the job's store breaks. The rest is for a question on a new connection.
 BREAK = 0.6
 
 
 def break_on_silence(sock: socket.socket, seconds: float, part: float = 0.9) -> None:
     """Have the kernel break the connection when the other host falls silent (a cut cable, a lost host).
 
-    With TCP_USER_TIMEOUT (RFC 5482) a call in progress fails when its request stays unacknowledged, with
-    keep-alives also one that only waits.
+    With TCP_USER_TIMEOUT (RFC 5482), a call fails when its request stays unacknowledged; with
+    keep-alives, so does a call that only waits.
 
     Args:
-        sock: connected.
-        seconds: what makes up a silence.
-        part: the part of it after which the connection breaks.
+        sock: a connected socket.
+        seconds: how long a silence is.
+        part: the part of the silence after which the connection breaks.
     """
     interval = min(max(1, int(seconds / 4)), MAX_KEEPALIVE)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
