@@ -1,6 +1,6 @@
-"""The command ``rally``: from a command line to the command that it means, and from its end to an exit code.
+"""The ``rally`` command: runs the subcommand that a command line names and turns its outcome into an exit code.
 
-Each command imports what it needs: somebody waits for ``rally --help``.
+Each subcommand imports only what it needs, so that ``rally --help`` answers quickly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(words: list[str]) -> int:
     try:
         return _dispatch(words)
-    except standard_streams.ReaderGone:  # `rally … | head`: it has seen enough
+    except standard_streams.ReaderGone:  # `rally … | head`: the reader has seen enough
         return 0
     except ConfigError as error:
         _say(str(error))
@@ -140,7 +140,7 @@ def _dispatch(words: list[str]) -> int:
             from .submit import command as submit
 
             return submit.command(words[1:], _print)
-        case "node":  # of `rally run --hosts`, not for people
+        case "node":  # started by `rally run --hosts`, not by people
             from .hosts import node
 
             return node.command()
@@ -180,7 +180,7 @@ def _no_such_command(words: list[str]) -> ConfigError:
 
 
 def _fill_standard_descriptors() -> None:
-    """`rally … 2>&-`: else a pipe of ours would become descriptor 2, and workers' stderr lead there."""
+    """After `rally … 2>&-`, a pipe of ours would otherwise become descriptor 2, and workers' stderr would go there."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

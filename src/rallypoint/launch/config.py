@@ -21,12 +21,12 @@ from .placement.numa import NumaBinding
 
 
 DEFAULT_RUN_ID = "none"  # torchrun's
-# In seconds. torchrun's, and ours: a worker that fails may save and clean up for so long after its peers have noticed.
+# In seconds. The first is torchrun's; the second is how long a failing worker may save and clean up after its peers notice.
 DEFAULT_SHUTDOWN_TIMEOUT, DEFAULT_CAUSE_TIMEOUT = 30.0, 5.0
 
 
 class StartMethod(StrEnum):
-    """How a worker comes to be."""
+    """How a worker is started."""
 
     FORKSERVER = "forkserver"  # a fork of a process that has imported torch
     EXEC = "exec"  # a plain interpreter, started from nothing
@@ -34,10 +34,10 @@ class StartMethod(StrEnum):
 
 
 class OnHang(StrEnum):
-    """What happens to a job that hangs, besides that it is told."""
+    """What happens to a job that hangs, besides being reported."""
 
     TELL = "tell"
-    RESTART = "restart"  # a failure like others: all workers restart while restarts are left
+    RESTART = "restart"  # a failure like any other: all workers restart while restarts are left
     FAIL = "fail"
 
 
@@ -114,10 +114,10 @@ class Job:
         kind: a Python file, a module (``-m``), any program (``--no-python``) or a pickled function.
         name: path, module name or program, as the user gave it.
         args: what follows it on the command line.
-        path: functions: the caller's ``sys.path``, which workers take over; None for the others.
+        path: function launches: the caller's ``sys.path``, which workers adopt; None otherwise.
         python: interpreter of the workers, None for this one.
         unbuffered: workers' stdout is unbuffered, as under ``python -u``.
-        block_buffered: it is buffered in blocks if it is a file or pipe; else line by line.
+        block_buffered: workers' stdout is buffered in blocks if it is a file or pipe; otherwise line by line.
     """
 
     kind: TargetKind
@@ -151,11 +151,11 @@ class LogConfig:
         redirects: streams that go to a file instead of the console.
         tee: streams that go to a file and to the console, each line with a prefix.
         console_ranks: local ranks shown on the console; None shows all.
-        stdout_filters: lines of teed stdout that hold one of these are also collected in ``filtered_stdout.log``.
+        stdout_filters: lines of teed stdout that contain one of these are also collected in ``filtered_stdout.log``.
         stderr_filters: the same for stderr.
         as_json: each line is written as a record in JSON, to files and to the console.
-        max_size: of a log file, in bytes; 0: without limit.
-        prefix_template: of teed lines; knows ``${role_name}``, ``${local_rank}``, ``${rank}``.
+        max_size: the limit for a log file, in bytes; 0: no limit.
+        prefix_template: the prefix of teed lines; may contain ``${role_name}``, ``${local_rank}``, ``${rank}``.
     """
 
     folder: str | None = None
@@ -171,13 +171,13 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsPlace:
-    """Where a job's metrics are: on a port or in a file.
+    """Where a job's metrics are published: on a port or in a file.
 
     Args:
         shown: as the user gave it.
         host: the address to listen on; empty: all.
         port: 0: any free one.
-        path: of the file; None: they are on the port.
+        path: the file; None: they are on the port.
     """
 
     shown: str
@@ -190,7 +190,7 @@ class MetricsPlace:
         """``:9400`` (loopback), ``HOST:9400``, ``*:9400`` or a path.
 
         Raises:
-            ConfigError: it is none of them.
+            ConfigError: ``text`` is none of these.
         """
         host, colon, port = text.rpartition(":")
         if "/" in text or not colon:
@@ -208,20 +208,20 @@ class RendezvousConfig:
     """How the supervisors of several nodes meet. Ignored with one node.
 
     Args:
-        run_id: the job's name: jobs of different names may share an endpoint.
+        run_id: the job's name. Jobs with different names may share an endpoint.
         node_rank: this node's rank, or None to have one assigned.
         host: the host that all nodes know, and that serves the job's store.
         port: its port.
-        endpoint: where the store is, if no node serves it or several hosts may; None: ``host`` and ``port``.
+        endpoint: where the store is, if no node serves it or one of several hosts may; None: at ``host`` and ``port``.
         options: the backend's own, by name.
         join_timeout: seconds to wait for all nodes.
         last_call: seconds a round stays open for more nodes once there are enough.
         lease: seconds of silence after which a node counts as lost.
         is_host: whether this node serves the store; None: if ``host`` is this machine.
         label: rack or switch of this node: nodes with equal labels get adjacent ranks.
-        split_brain_guard: a minority that is cut off does not continue by itself.
-        plug_in: the parameters of a third party's handler, if that decides who meets; ``host``, ``port`` and
-            ``endpoint`` do not count then. Used with one node, too.
+        split_brain_guard: a minority that is cut off does not continue on its own.
+        plug_in: the parameters of a third party's handler, if one decides the membership; ``host``, ``port`` and
+            ``endpoint`` are ignored then. Used even with one node.
     """
 
     run_id: str
@@ -247,41 +247,41 @@ class LaunchConfig:
 
     Args:
         job: what to run.
-        workers_per_node: number of workers this supervisor starts; None: one for each accelerator
-            of the machine, counted with torch once the fork server has it.
-        accelerator: then the type of accelerator that is wanted ("cuda", "xpu", …), or None for any.
+        workers_per_node: number of workers this supervisor starts; None: one for each accelerator of the machine,
+            counted by torch once the fork server has imported it.
+        accelerator: the type of accelerator to count in that case ("cuda", "xpu", …), or None for any.
         num_nodes: number of supervisors the job has, at most.
-        min_nodes: how many it can go on with; None: all of them.
-        max_restarts: how many times the job is started again after a failure.
+        min_nodes: how many of them it needs to run; None: all of them.
+        max_restarts: how many times the job is restarted after a failure.
         restart_window: seconds after which a restart no longer counts against ``max_restarts``; 0: it always does.
-        max_losses: how many workers in a session are replaced within ``loss_window`` seconds.
-        loss_window: see there.
-        requeue_on: exit codes of the job after which Slurm is asked to start it again.
+        max_losses: at most how many workers in a session are replaced within ``loss_window`` seconds.
+        loss_window: see ``max_losses``.
+        requeue_on: exit codes of the job after which Slurm is asked to requeue it.
         avoid_hosts: the file that lists hosts to avoid, or None.
-        spares: how many more processes run up to the session and wait there for a rank, on each node.
-        hang_after: seconds without any movement after which a job is told to hang; 0: never.
-        hang_after_steps: and at least so many of the usual steps, if the script reports them, up to ten minutes.
-        on_hang: what else happens then.
-        stacks_on_hang: whether where every worker is is part of what is told.
-        slow_after: seconds for which a rank must make the others wait before it is told to be slow; 0: never.
-        metrics: where metrics are, or None.
-        traces: the exporter of OpenTelemetry that spans are sent by; empty: the job is not traced.
-        progress: how the progress of the script is shown: ``auto``, ``lines`` or ``off``.
-        step_timeout: seconds after which a worker of a session that the others wait for is ended and replaced; 0: never.
-        master_addr: the host workers find their store at; None: ``localhost`` (one node) or this host.
+        spares: how many extra processes on each node run up to the session and wait there for a rank.
+        hang_after: seconds without any activity after which a job is reported as hanging; 0: never.
+        hang_after_steps: this many typical steps must pass as well, if the script reports steps, but at most ten minutes.
+        on_hang: what happens then besides the report.
+        stacks_on_hang: whether the report shows where every worker is.
+        slow_after: seconds for which a rank must make the others wait before it is reported as slow; 0: never.
+        metrics: where metrics are published, or None.
+        traces: the OpenTelemetry exporter that sends the spans; empty: the job is not traced.
+        progress: how the script's progress is shown: ``auto``, ``lines`` or ``off``.
+        step_timeout: seconds after which a session's worker is ended and replaced if the others wait for it; 0: never.
+        master_addr: the host at which workers find their store; None: ``localhost`` (one node) or this host.
         master_port: the port of the workers' store; None or 0: any free one.
-        local_addr: the address that other nodes reach this one at.
+        local_addr: the address at which other nodes reach this one.
         role: ROLE_NAME of the workers.
         shutdown_timeout: seconds between SIGTERM (or a forwarded signal) and SIGKILL.
         cause_timeout: seconds between a failure that is only a symptom and SIGTERM for the others.
-        signals: signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP always do so.
-        quit_shows_stacks: SIGQUIT does not end the job, though it is one of them: it shows where the workers are.
-        passed_signals: signals that are forwarded to the workers, and the job goes on.
-        sigterm_repeats: SIGTERM may come several times for one reason, and does not shorten the grace period then.
+        signals: signals that are forwarded to the workers and end the job; SIGTERM, SIGINT and SIGHUP always do.
+        quit_shows_stacks: SIGQUIT shows where the workers are instead of ending the job, although ``signals`` contains it.
+        passed_signals: signals that are forwarded to the workers without ending the job.
+        sigterm_repeats: SIGTERM may arrive several times for one reason; a repeat does not shorten the grace period.
         start_method: fork server or plain interpreters.
         preload: modules the fork server imports after torch.
-        learned_preload: whether parts of torch that workers import are preloaded for the next ones.
-        warm: the fork server is a fork of a warm server, which is kept for so many seconds after a job; None: it is not.
+        learned_preload: whether parts of torch that workers import are preloaded for later workers.
+        warm: the fork server is a fork of a warm server, which is kept for this many seconds after a job; None: it is not.
         templates: ``{rank}``, ``{local_rank}``, ``{node_rank}`` and ``{generation}`` in the target's arguments are
             replaced by each worker's own.
         virtual_local_rank: every worker sees LOCAL_RANK=0 and one device.
@@ -290,11 +290,11 @@ class LaunchConfig:
         local_world_size: workers on this machine over all its supervisors; None: workers_per_node.
         group_rank: GROUP_RANK of the workers where it is not the node rank.
         group_world_size: GROUP_WORLD_SIZE likewise.
-        rank_offset: rank of the first worker, for a launch that is one part of a larger job.
-        world_size: workers of that larger job.
-        bind: address that this node's stores listen on; ``*``: all; None: the one by which the others reach it,
-            with one node the loopback.
-        secret: the secret that all nodes and workers of the job share. None: whoever can reach the job's ports
+        rank_offset: rank of the first worker, for a launch that is part of a larger job.
+        world_size: number of workers of that larger job.
+        bind: address that this node's stores listen on; ``*``: all; None: the one at which the other nodes reach it;
+            with one node, the loopback.
+        secret: the secret that all nodes and workers of the job share. None: anyone who can reach the job's ports
             counts as a member.
     """
 
@@ -389,11 +389,11 @@ class LaunchConfig:
 
     @property
     def ending_signals(self) -> frozenset[signal.Signals]:
-        """Those that end the job: a flag adds to Ctrl-C and a closed terminal."""
+        """The signals that end the job: ``signals``, and SIGTERM, SIGINT and SIGHUP unless they are passed."""
         always = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} - set(self.passed_signals)
         return frozenset(always.union(self.signals))
 
     @property
     def elastic(self) -> bool:
-        """Whether nodes may come and go: where their ranks are assigned."""
+        """Whether nodes may come and go, which they may if their ranks are assigned."""
         return self.num_nodes > 1 and self.rendezvous.node_rank is None

@@ -71,7 +71,7 @@ def launch_subprocesses(
     ssh_options: str = "",
     **kwargs: Any,
 ) -> list[T]:
-    """Call ``func(*args, **kwargs)`` on ``cfg.world_size`` workers of this machine, or of ``hosts``; their results by rank.
+    """Call ``func(*args, **kwargs)`` on ``cfg.world_size`` workers, here or on ``hosts``, and return their results by rank.
 
     In each worker, in this order: the variables of its rank are set (as under ``rally run``), ``setup`` is called,
     logging is set up with rank and world size (if ``setup`` has not done so), its CUDA device is made
@@ -80,42 +80,42 @@ def launch_subprocesses(
     ``sys.argv``, environment and folder. They do not run the caller's script again, so it needs no
     ``__main__`` guard. Their output appears on the caller's ``sys.stdout`` and ``sys.stderr``.
 
-    Functions may be lambdas, closures, partials, bound methods or from ``__main__``: what cannot be imported is pickled by
-    value (cloudpickle). So are results; return CPU tensors, not CUDA ones. A worker that calls
+    Functions may be lambdas, closures, partials, bound methods or defined in ``__main__``: whatever cannot be imported
+    is pickled by value (cloudpickle). The same goes for results; return CPU tensors, not CUDA ones. A worker that calls
     ``sys.exit()`` without an error returns None.
 
-    With ``cfg.world_size`` 1 no worker is started: ``func`` is called in this process, inside a process group
-    of one, with the same variables, which are restored afterwards. Its exceptions are not wrapped.
-    A default process group that exists already is used and kept.
+    With ``cfg.world_size`` 1 no worker is started: ``func`` is called in this process, inside a process group of one,
+    with the same variables, which are restored afterwards. Its exceptions are not wrapped. A default process group that
+    already exists is used and kept.
 
-    A job in several parts (several machines): each part is a launch with the same ``world_size``, ``master_addr``
-    and ``master_port``, its own ``rank_offset``, and ``local_world_size`` for the number of its workers. The part
-    with ``rank_offset=0`` serves the store, until its own workers have ended.
+    A job in several parts (several machines): each part is a launch with the same ``world_size``, ``master_addr`` and
+    ``master_port``, its own ``rank_offset``, and its number of workers as ``local_world_size``. The part with
+    ``rank_offset=0`` serves the store until its own workers have exited.
 
     With ``hosts`` the workers are on these machines, started over ssh as by ``rally run --hosts`` (docs/several-hosts.md),
-    and the call and its results travel through ssh. Functions and classes that are not from an installed package go
-    by value. If this process ends, or the connection to it, the hosts end their workers.
+    and the call and its results travel through ssh. Functions and classes that are not from an installed package are
+    pickled by value. If this process exits or the connection to it breaks, the hosts stop their workers.
 
     With ``hosts=rallypoint.ray`` (the module), or ``hosts=rallypoint.ray.Bundles(…)``, the workers are on a Ray cluster, with
     ``cfg.local_world_size`` of them on each node (docs/clusters/ray.md).
 
-    Blocks: until all workers and their processes have ended.   Threads: may be called from any
-    thread; signals are only noticed in the main thread, where Python delivers them.
-    Signals: Ctrl-C is forwarded to the workers (a second one kills them), then KeyboardInterrupt is raised here. SIGTERM,
-    SIGHUP and SIGQUIT end the workers too, and then take their previous effect.
+    Blocks: until all workers and their processes have exited.
+    Threads: may be called from any thread; signals are noticed only in the main thread, where Python delivers them.
+    Signals: Ctrl-C is forwarded to the workers (a second one kills them), then KeyboardInterrupt is raised here.
+    SIGTERM, SIGHUP and SIGQUIT stop the workers too, and then have their previous effect.
     Args:
-        func: the function; unless ``launch_method`` is ``fork``, it must be possible to pickle it.
+        func: the function; it must be picklable unless ``launch_method`` is ``fork``.
         cfg: sizes, addresses and backends; unset fields are resolved from this machine.
         *args: arguments for ``func``; every worker gets a copy.
         setup: called without arguments in each worker before the process group is formed, so it
             may configure logging, register a backend, or set variables that a backend reads.
         rank_offset: rank of the first worker.
-        hosts: ``["a", "b:8"]``: the machines, ``b`` with 8 workers. For the others ``cfg.local_world_size`` counts, or an
-            equal share of ``cfg.world_size``. Or ``rallypoint.ray``.
-        ssh_options: for ssh, as in a shell: ``"-p 2222 -i key"``.
+        hosts: ``["a", "b:8"]``: the machines, ``b`` with 8 workers. The others have ``cfg.local_world_size`` workers,
+            or an equal share of ``cfg.world_size``. Or ``rallypoint.ray``.
+        ssh_options: options for ssh, as in a shell: ``"-p 2222 -i key"``.
         **kwargs: keyword arguments for ``func``.
     Returns:
-        The results of the workers started here (with ``hosts``: of all), by rank.
+        The results of the workers started here (with ``hosts``: of all workers), by rank.
     Raises:
         ConfigError: a setting cannot work, or the call cannot be pickled; nothing has been started.
         WorkersFailed: a worker failed, or its result cannot be pickled; the text is the report.
@@ -145,7 +145,7 @@ def launch_subprocesses(
         return [_run_inline(call, cfg, by_default=asked.world_size is None)]
     joins = _check_part(cfg, rank_offset)
     _check_fork(cfg)
-    # Nothing of the caller's may be printed later than what its workers print, or by a fork too.
+    # The caller's buffered output must not appear after that of its workers, or be printed a second time by a fork.
     _flush_streams()
     outcome = _supervise(call, cfg, rank_offset, joins)
     return _results(outcome, cfg, rank_offset)
@@ -165,7 +165,7 @@ def _check_calls(func: object, setup: object) -> None:
 def _check_arguments(
     func: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Other launchers take ``setup`` and ``rank_offset`` in the third and fourth place, before ``*args``."""
+    """Other launchers take ``setup`` and ``rank_offset`` as third and fourth arguments, before ``*args``."""
     if not args or not (callable(args[0]) or args[0] is None):
         return
     offset_too = len(args) > 1 and isinstance(args[1], int)
@@ -181,17 +181,17 @@ def _check_arguments(
 
 def _fits(func: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     try:
-        # A decorator's wrapper may take other arguments than what it wraps.
+        # A decorator's wrapper may take other arguments than the function it wraps.
         inspect.signature(func, follow_wrapped=False).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:
-        pass  # builtins may not tell what they take
+        pass  # builtins may not say what they take
     return True
 
 
 def _check_part(cfg: MultiprocessConfig, rank_offset: int) -> bool:
-    """Whether another launch serves the store of this one."""
+    """Whether another launch serves the store for this one."""
     assert cfg.world_size is not None
     assert cfg.local_world_size is not None
     if cfg.rank:
@@ -280,7 +280,7 @@ def _run_inline(call: payload.Call, cfg: MultiprocessConfig, *, by_default: bool
 
     name = payload.name_of(call.func)
     if by_default:
-        # Somebody who asked for workers and gets none should see it with logging as Python sets it up.
+        # A caller who wants workers and gets none should see this even with Python's default logging.
         _log.warning(
             "%s runs in this process: world_size is unset, and this machine has no CUDA device, or only one;"
             " set world_size to start workers",
@@ -290,7 +290,7 @@ def _run_inline(call: payload.Call, cfg: MultiprocessConfig, *, by_default: bool
         _log.info("%s runs in this process: world_size is 1", name)
     cfg = replace(cfg, rank=0, local_rank=0, local_world_size=1, master_addr=None, master_port=None)
     ours = not dist.is_initialized()
-    # In a larger group that is here already this process keeps the rank it has.
+    # If this process is already in a larger group, it keeps its rank there.
     place = process_group.variables(cfg) if ours or dist.get_world_size() == 1 else {}
     with environment.overlay(place):
         if call.setup is not None:
@@ -308,7 +308,7 @@ def _run_inline(call: payload.Call, cfg: MultiprocessConfig, *, by_default: bool
 
 
 class _StoreElsewhere(LoneNode):
-    """One part of a job of several launches: another one serves the workers' store."""
+    """One part of a job in several launches: another launch serves the workers' store."""
 
     serves_store = False
 
@@ -374,7 +374,7 @@ def _coordination(cfg: MultiprocessConfig, joins: bool) -> LoneNode:
 
 
 def _for_workers(cfg: MultiprocessConfig) -> MultiprocessConfig:
-    """Without what each worker has in its environment."""
+    """The config without what each worker has in its environment."""
     by_file = cfg.init_method.startswith("file://")
     return replace(
         cfg,
@@ -418,7 +418,7 @@ def _launch_config(
 
 
 def _secret(*, alone: bool) -> bytes | None:
-    """The job's secret: of the environment, of the user's file where others take part, or one for this launch."""
+    """The job's secret: from the environment, from the user's file if other launches take part, or made for this launch."""
     env = environment.snapshot()
     if alone:
         return secret.from_environment(env) or secret.make()
@@ -454,7 +454,7 @@ def _results(outcome: Outcome, cfg: MultiprocessConfig, rank_offset: int) -> lis
 
 
 def _have_its_effect(number: int) -> None:
-    """The workers are gone: the signal that ended them now does here what it would have done before."""
+    """The workers are gone. The signal that stopped them now has the effect here that it would have had without them."""
     if threading.current_thread() is threading.main_thread():
         signal.raise_signal(number)
     if number == signal.SIGINT:

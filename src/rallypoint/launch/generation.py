@@ -22,13 +22,13 @@ from .output.worker_streams import WorkerStreams
 from .placement.ranks import WorkerRanks
 
 
-# A worker reports little: an exception, a native stack. More than this is not read.
+# A worker reports little: an exception, a native stack. Anything beyond this is dropped.
 MAX_LINE_DATA = 1024 * 1024
-# How a record about a session begins.
+# The start of a record about a session.
 SESSION_RECORD = b'{"kind": "kept'
 # How long to wait for the last lines of a worker that reported nothing; its children may hold stderr open.
 LAST_WORDS_PATIENCE = 0.2
-# How a worker's report of an import begins.
+# The start of a worker's report of an import.
 IMPORT_RECORD = b'{"kind": "import"'
 
 
@@ -41,21 +41,20 @@ class Worker:
         name: its name in the fork server, unique within the job.
         line: the supervisor's end of the socket on which it reports how it failed.
         streams: its output.
-        stacks_fd: where it shows its stacks and collectives once it is asked for them; negative once it is closed.
+        stacks_fd: where it shows its stacks and collectives when asked; negative once closed.
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.
-        takes_over: it took the place of a lost one.
-        store: the workers' store that it was started with; until it is in its session, it needs this one.
-        in_session: it can be kept if another worker is lost.
-        record_copies: and has the records of the set-up that it is to have, should the store that has them be lost: how many nodes are
-            to have each. 0: it does not have them yet.
-        saves: it takes a last checkpoint if the job is told to stop.
-        hung: in words, if it was ended because it hung.
+        takes_over: it took the place of a lost worker.
+        store: the workers' store that it was started with, which it needs until it is in its session.
+        in_session: it is in a session, so it can be kept if another worker is lost.
+        record_copies: how many nodes are to hold each set-up record in case the store is lost; 0: it does not hold its share yet.
+        saves: it saves a last checkpoint if the job is told to stop.
+        hung: why it counts as hung, in words, if it was ended for that.
         failed_at: the step in which its session failed; -1 if it did not.
-        is_refused: its session cannot be kept, and that of another process in its place could not, either.
+        is_refused: its session cannot be kept, nor could that of another process in its place.
         collectives: what it had begun in its process groups when another worker failed.
-        memory_fd: what it keeps for the one that takes its place.
+        memory_fd: what it keeps for the worker that takes its place.
         steps_fd: the step that it is in, once it has reported one.
         status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
@@ -85,7 +84,7 @@ class Worker:
     ended_at: float = 0.0
 
     def listen(self) -> bool:
-        """Read what it has reported. Returns False once nothing more can come."""
+        """Read what it has reported. Returns False once nothing more can arrive."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self.line, 64 * 1024, 4)
@@ -111,11 +110,11 @@ class Worker:
             os.close(held)
 
     def take_imports(self) -> list[dict[str, Any]]:
-        """Remove the reports of imports from what it has reported: ``package``, ``changed`` and ``paths`` of each."""
+        """Remove and return its reports of imports: ``package``, ``changed`` and ``paths`` of each."""
         return self._take(IMPORT_RECORD, _import_in)
 
     def take_records(self) -> list[dict[str, Any]]:
-        """Remove what it has said about its session."""
+        """Remove and return what it has said about its session."""
         return self._take(SESSION_RECORD, _session_record_in)
 
     def _take(
@@ -136,15 +135,15 @@ class Worker:
         return found
 
     def tell(self, record: dict[str, Any], *fds: int) -> None:
-        """Send it a record, if it is in a session, with descriptors."""
+        """Send a record and descriptors to the worker, if it is in a session."""
         data = json.dumps(record).encode() + b"\n"
         try:
             socket.send_fds(self.line, [data], fds)
         except OSError:
-            pass  # it has ended, which is reported on its own
+            pass  # it has exited, which is reported separately
 
     def progress(self) -> dict[str, Any] | None:
-        """How far it is, if it has said so."""
+        """How far it has come, if it has reported that."""
         found = None if self.steps_fd is None else step_reports.read(self.steps_fd)
         return None if found is None else found.facts(clock.MONOTONIC.now())
 
@@ -189,7 +188,7 @@ class Worker:
 
 
 class Generation:
-    """All workers of one generation on this node, and the signals they were sent.
+    """All workers of one generation on this node, and the signals that were sent to them.
 
     Args:
         number: the generation.
@@ -213,7 +212,7 @@ class Generation:
         self._by_name[worker.name] = worker
 
     def replace(self, index: int, worker: Worker) -> None:
-        """Another worker takes the place of one that has ended, and what that one kept for it."""
+        """Put a worker in the place of one that has ended, and give it what that one kept for it."""
         old = self._workers[index]
         worker.memory_fd, old.memory_fd = old.memory_fd, None
         del self._by_name[old.name]
@@ -222,12 +221,12 @@ class Generation:
         self._by_name[worker.name] = worker
 
     def continue_as(self, number: int, node_rank: int, ranks: Iterable[WorkerRanks]) -> None:
-        """The workers go on in another generation.
+        """Continue with the same workers in another generation.
 
         Args:
-            number: of the generation.
+            number: the generation.
             node_rank: this node's rank in it.
-            ranks: of the workers.
+            ranks: the workers' ranks.
         """
         self.number, self._node_rank = number, node_rank
         for worker, its in zip(self._workers, ranks, strict=True):
@@ -248,17 +247,17 @@ class Generation:
         return self._workers.index(worker)
 
     def running(self) -> list[str]:
-        """Names of the workers that have not ended."""
+        """The names of the workers that have not ended."""
         return [worker.name for worker in self._workers if worker.status is None]
 
     def note_signal(self, number: int) -> None:
-        """The supervisor sends this signal now. Workers that end because of it are not to blame."""
+        """Record that the supervisor sends this signal now. Workers that end because of it are not to blame."""
         if self._stopped_at is None:
             self._stopped_at = clock.MONOTONIC.now()
         self._signals_sent.add(number)
 
     def is_echo(self, worker: Worker) -> bool:
-        """Whether a worker's failure only reports a lost peer, or that the supervisor stopped it."""
+        """Whether a worker's failure only reports that a peer is lost or that the supervisor stopped the worker."""
         failure = self._failure_of(worker)
         if failure.raised is None or failure.raised.is_exit:
             worker.streams.drain(clock.Deadline(LAST_WORDS_PATIENCE))
@@ -294,7 +293,7 @@ class Generation:
         return tuple(self._failure_of(worker) for worker in self._workers if worker.status)
 
     def left_early(self) -> tuple[WorkerFailure, ...]:
-        """The ends of the workers that succeeded before any worker was stopped, in rank order."""
+        """The workers that succeeded before any worker was stopped, in rank order."""
         at = self._stopped_at
         return tuple(
             self._failure_of(worker)
@@ -313,12 +312,12 @@ class Generation:
             and raised.type != "KeyboardInterrupt"
             and number in self._signals_sent
         ):
-            # It had raised and was ending when the signal came: the exception is what it failed with.
+            # It had raised and was exiting when the signal arrived: the exception is its failure.
             code, number = 1, None
         stopped = self._was_stopped(worker, number, raised)
         at = worker.ended_at if raised is None else raised.at
         if stopped and raised is None:
-            raised = handled  # otherwise it had recovered, and ended for another reason
+            raised = handled  # otherwise it had recovered, and failed for another reason
         return WorkerFailure(
             host=host_name(),
             node_rank=self._node_rank,

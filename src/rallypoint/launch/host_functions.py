@@ -1,7 +1,7 @@
 """Function launches over several hosts: ``launch_subprocesses(…, hosts=…)``.
 
-The hosts' supervisors are those of ``rally run --hosts`` (:mod:`.hosts`). The call goes to each of them through the input
-of ssh, after its orders, and the results come back through its output.
+The hosts' supervisors are those of ``rally run --hosts`` (:mod:`.hosts`). The call goes to each of them through ssh's
+stdin, after the supervisor's orders, and the results come back through ssh's stdout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .worker import payload
 
 _log = logging.getLogger(__name__)
 
-# What each worker would import by itself.
+# What each worker would otherwise import itself.
 PRELOAD = ("cloudpickle", "rallypoint.launch.worker.payload", "rallypoint.parallel")
 
 
@@ -36,7 +36,7 @@ class Cluster(Protocol):
     """Something that has hosts of its own: :mod:`rallypoint.ray`, and its ``Bundles``."""
 
     def call_on_hosts(self, call: payload.Call, cfg: MultiprocessConfig) -> list[Any]:
-        """Make a call on all workers; their results by rank."""
+        """Make a call on all workers; return their results by rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +44,9 @@ class HostLaunch:
     """A function launch over hosts.
 
     Args:
-        hosts: with the number of workers of each.
-        cfg: with the size of the job.
-        ssh_options: for ssh, as one writes them in a shell.
+        hosts: the hosts, with the number of workers on each.
+        cfg: the config, with the size of the job.
+        ssh_options: options for ssh, written as in a shell.
     """
 
     hosts: tuple[Host, ...]
@@ -55,7 +55,7 @@ class HostLaunch:
 
 
 def host_launch(hosts: Sequence[str], cfg: MultiprocessConfig, ssh_options: str = "") -> HostLaunch:
-    """The launch that arguments ask for.
+    """The launch that the arguments ask for.
 
     Raises:
         ConfigError: they contradict one another.
@@ -81,7 +81,7 @@ def host_launch(hosts: Sequence[str], cfg: MultiprocessConfig, ssh_options: str 
 
 
 def check_config(cfg: MultiprocessConfig) -> None:
-    """Whether workers of other hosts can have such a config.
+    """Check that workers on other hosts can have this config.
 
     Raises:
         ConfigError: they cannot.
@@ -125,7 +125,7 @@ def run(launch: HostLaunch, call: payload.Call, env: Mapping[str, str]) -> Ended
 
 
 def _given(launch: HostLaunch, call: payload.Call) -> Given:
-    """As a command line says it."""
+    """The launch as a command line would say it."""
     cfg = launch.cfg
     values = {
         "--hosts": ",".join(f"{_bracketed(each.name)}:{each.workers}" for each in launch.hosts),
@@ -147,7 +147,7 @@ def _bracketed(name: str) -> str:
 
 
 def packed(cfg: MultiprocessConfig, call: payload.Call) -> Call:
-    """A call for workers of other hosts.
+    """A call for workers on other hosts.
 
     Raises:
         ConfigError: it cannot be pickled.
@@ -194,8 +194,8 @@ def unpacked(found: Sequence[bytes]) -> list[Any]:
     """The results of all ranks, in rank order, from their pickles.
 
     Raises:
-        WorkersFailed: a worker has left none.
-        LaunchError: one cannot be unpickled here.
+        WorkersFailed: a worker has left no result.
+        LaunchError: a result cannot be unpickled here.
     """
     silent = [rank for rank, data in enumerate(found) if not data]
     if silent:

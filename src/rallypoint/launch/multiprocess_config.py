@@ -1,4 +1,4 @@
-"""A job of functions as frozen data: sizes, places, backends.
+"""A function launch as frozen data: sizes, places, backends.
 
 Construction validates and touches nothing; :meth:`MultiprocessConfig.resolve` asks the machine.
 """
@@ -41,25 +41,23 @@ class MultiprocessConfig:
 
     Args:
         rank: this process's rank in the job; None or -1 leaves it unset. A launch gives each worker its own.
-        local_rank: its rank among the workers of its machine; also the CUDA device it uses. None or -1
-            leaves it unset.
+        local_rank: its rank among the workers of its machine, and the CUDA device it uses. None or -1 leaves it unset.
         world_size: number of workers of the job. Default: one for each CUDA device, else 1.
         local_world_size: number of workers on this machine. Default: ``world_size``.
         master_addr: the host at which workers find their store. Default: ``localhost``.
-        master_port: its port. Default, and 0: a free one, chosen when it is bound, so no other process can take it
-            first.
+        master_port: its port. Default, and 0: a free one, chosen when it is bound, so no other process can take it first.
         init_method: ``env://`` (a store at ``master_addr:master_port``), ``tcp://HOST:PORT`` (the same,
             in one word) or ``file:///PATH`` (a file that all workers can write and that does not exist yet).
         model_parallelism: workers that share one model (neighbouring ranks); 1 for none.
         pipeline_parallelism: pipeline stages (ranks furthest apart); 1 for none. The rest of
             ``world_size`` is data parallel.
-        backend: of the default group. Default: ``get_distributed_backend()``.
-        model_parallel_backend: of the groups along the mesh axis ``mp``. Default: ``backend``.
-        pipeline_parallel_backend: of those along ``pp``. Default: ``backend``.
-        data_parallel_backend: of those along ``dp``. Default: ``backend``.
-        launch_method: ``forkserver`` (forks of a fresh process that has imported torch), ``spawn``
-            (fresh interpreters) or ``fork`` (forks of the calling process: nothing is pickled but
-            results; locks held by other threads and an initialised CUDA do not survive it).
+        backend: the default group's backend. Default: ``get_distributed_backend()``.
+        model_parallel_backend: the backend of the groups along the mesh axis ``mp``. Default: ``backend``.
+        pipeline_parallel_backend: the backend of those along ``pp``. Default: ``backend``.
+        data_parallel_backend: the backend of those along ``dp``. Default: ``backend``.
+        launch_method: ``forkserver`` (forks of a fresh process that has imported torch), ``spawn`` (fresh interpreters)
+            or ``fork`` (forks of the calling process: only results are pickled; locks held by other threads and an
+            initialized CUDA do not survive).
 
     Raises:
         ConfigError: a value is not possible, or two contradict each other.
@@ -159,8 +157,8 @@ class MultiprocessConfig:
     def resolve(self) -> MultiprocessConfig:
         """Fill in unset fields from this machine's devices.
 
-        ``master_port`` stays unset: it is chosen when it is bound. Imports torch if
-        devices must be counted, but does not initialise CUDA.
+        ``master_port`` stays unset: the port is chosen when it is bound. Imports torch if devices must be counted, but
+        does not initialize CUDA.
 
         Returns:
             A copy with every other field set.
@@ -225,7 +223,7 @@ class MultiprocessConfig:
 
 
 def check(cfg: object) -> None:
-    """Raise ConfigError unless ``cfg`` is a config: anything may follow it among the arguments."""
+    """Raise ConfigError unless ``cfg`` is a config: users forget it, and the arguments after it may be anything."""
     if not isinstance(cfg, MultiprocessConfig):
         raise ConfigError(
             "cfg",
@@ -245,7 +243,7 @@ _BACKENDS = (
 
 def _check_number(name: str, value: object, least: int, most: int | None) -> None:
     allowed = f"{least} or more" if most is None else f"{least} to {most}"
-    # True is an int to Python, and a mistake here.
+    # True is an int in Python, and a mistake here.
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(name, value, f"expected a whole number, {allowed}")
     if value < least or (most is not None and value > most):

@@ -1,4 +1,4 @@
-"""``rally ps``: the jobs of this host, or with flags of ``rally run``, a job at the store where its nodes meet."""
+"""``rally ps``: the jobs of this host or, with flags of ``rally run``, a job at the store where its nodes meet."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rallypoint.control.tables import ps
 from rallypoint.errors import ConfigError
 
 
-# Seconds for the answers of nodes.
+# How many seconds nodes have to answer.
 PATIENCE = 5.0
-# Not about where nodes meet.
+# Flags of this command, not about where nodes meet.
 _OWN = frozenset({"-h", "--help", "--json"})
 
 
@@ -48,7 +48,7 @@ def _at_store(words: Sequence[str]) -> str:
     job += given.target
     if len(job) > 1:
         raise ConfigError("ps", " ".join(job), "expected one job", "rally ps --help")
-    # How many there are does not matter, but that there may be several. Nor does it what they run.
+    # It only matters that there may be several nodes, not how many there are or what they run.
     values = {"--nnodes": "2", **given.values, **({"--rdzv-id": job[0]} if job else {})}
     without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
     asked = {name: value for name, value in values.items() if name not in without}

@@ -1,4 +1,4 @@
-"""``rally run``: from a command line to a running job, and from its end to an exit code."""
+"""``rally run``: starts a job from a command line and turns its outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def launch(
 
     Args:
         config: the job.
-        report_fd: where the report goes instead: to the terminal of another host.
-        files: what workers call, if that came from another host, and what goes back there.
+        report_fd: where the report goes instead of this terminal: to another host's.
+        files: the call that workers make, if it came from another host, and the answer that goes back there.
     """
     from .coordination.coordinator import coordination_for
     from .output.console import Console
@@ -109,7 +109,7 @@ def _report_text(outcome: Outcome, *, in_colour: bool) -> str:
 
 
 def _tell_end(outcome: Outcome, report: str, say: Callable[..., None]) -> int:
-    """Print why the job has failed, unless another host's terminal does, or was stopped. Returns its exit code."""
+    """Print why the job failed (unless another host's terminal shows it) or that it was stopped. Returns its exit code."""
     if report:
         say(report, bare=True)
     if outcome.report is not None:
@@ -137,7 +137,7 @@ def _say(text: str, *, bare: bool = False) -> None:
 
 
 def _say_json(text: str, *, bare: bool = False) -> None:
-    """The same with ``--log-format json``."""
+    """``_say`` with ``--log-format json``."""
     from rallypoint._core import clock, log_records
 
     host = socket.gethostname()

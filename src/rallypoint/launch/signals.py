@@ -1,7 +1,7 @@
 """Signals as events for the supervisor, and protection of the other processes of a job.
 
-Batch systems signal every process of a job. A signal that is meant for the workers must not end the processes around
-them: the fork server takes note of it, the store ignores it, and workers start with default handlers.
+Batch systems signal every process of a job. A signal that is meant for the workers must not kill the processes around
+them: the fork server records it, the store ignores it, and workers start with default handlers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-# These end no process by default, are not sent by other processes, or are ignored by Python.
+# These do not kill a process by default, are not sent by other processes, or are ignored by Python.
 _NOT_OURS = frozenset(
     {
         *(signal.SIGKILL, signal.SIGSTOP),
@@ -30,7 +30,7 @@ IGNORED_BY_SHELLS = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 def ending() -> frozenset[int]:
-    """The signals that other processes may send and that end a process without a handler."""
+    """The signals that other processes may send and that kill a process without a handler."""
     return frozenset(signal.valid_signals()) - _NOT_OURS
 
 
@@ -45,7 +45,7 @@ def restore(mask: Iterable[int]) -> None:
 
 
 def forget_blocked() -> None:
-    """Drop :func:`ending` signals that came while they were blocked."""
+    """Drop :func:`ending` signals that arrived while they were blocked."""
     while signal.sigtimedwait(ending(), 0) is not None:
         pass
 
@@ -71,12 +71,12 @@ def ignore() -> None:
 class SignalEvents:
     """A context in which the given signals are collected, even if they were blocked before.
 
-    Outside the main thread Python cannot handle signals: nothing is collected, and the descriptor never becomes
-    readable. Signals that were ignored before stay ignored (``nohup``).
+    Python handles signals only in the main thread: in other threads nothing is collected, and the descriptor never
+    becomes readable. Signals that were ignored before stay ignored (``nohup``).
 
     Args:
         numbers: the signals to collect.
-        even_ignored: those of them that are collected even if they were ignored before.
+        even_ignored: the signals among them that are collected even if they were ignored before.
     """
 
     def __init__(self, numbers: Iterable[int], even_ignored: Iterable[int] = ()) -> None:
@@ -118,7 +118,7 @@ class SignalEvents:
         os.close(self._write)
 
     def repeat(self) -> None:
-        """After the block: what came too late to be taken has the effect that it would have had without this object."""
+        """After the block: raise again the signals that arrived too late to be taken, so that they have their usual effect."""
         received, self._received = self._received, []
         for number in received:
             signal.raise_signal(number)

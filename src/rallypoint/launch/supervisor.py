@@ -70,7 +70,7 @@ from .supervision.worker_signals import WorkerSignals
 from .worker.job import WorkerFds
 
 
-# How long output may still arrive after its writers have ended.
+# How long output may still arrive after its writers have exited.
 DRAIN_PATIENCE = 2.0
 
 _log = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ class Supervisor:
         return start_server(config, env, self._token, self._call, self._say)
 
     def _devices(self) -> int:
-        """How many workers there will be: one for each device, which torch counts later. 0: perhaps there is none."""
+        """How many workers to expect: one for each device, which torch counts later. 0: there may be none."""
         if self._config.accelerator is None:
             return 0  # without one, there is a worker for each CPU
         from .placement import topology
@@ -404,7 +404,7 @@ class Supervisor:
             folder.close()
 
     def _hangs(self, why: str) -> None:
-        """Nobody moves any longer, and some wait in a collective."""
+        """No worker moves any longer, and some wait in a collective."""
         if self._config.on_hang is not OnHang.TELL:
             self._causes.not_of_workers = f"it hangs: {why}"
             self._decide(policy.JobHangs(is_own=True, restarts=self._restarts_on_hang))
@@ -497,7 +497,7 @@ class Supervisor:
             self._server.channel.send({"do": "probe"}, [write])
             os.close(write)
         if self._start_is_due and self._now.state.phase is Phase.RUNNING:
-            # Not while the nodes meet again: the next round has another store, for which the socket is.
+            # Not while the nodes meet again: the socket is for the next round's store.
             self._start_workers()
 
     def _finish_probe(self) -> None:
@@ -559,7 +559,7 @@ class Supervisor:
         self._decide(policy.Swept())
 
     def _serve_job_store(self, event: ServeStore) -> None:
-        """Ask the fork server for a process that serves the store. If that fails, the connection ends."""
+        """Ask the fork server for a process that serves the job's store. If that fails, the connection closes."""
         with event.listener as listener, event.line as line:
             message = {"do": "store", "name": "job's store", "port": listener.getsockname()[1]}
             self._server.channel.send(message, [listener.fileno(), line.fileno()])
@@ -603,7 +603,7 @@ class Supervisor:
                     self._say(f"{ENDED_WELL}: this node was not needed")
                     self._decide(policy.NotNeeded())
                 case CoordinationFailed() if self._now.state.aim is Aim.SIGNALLED:
-                    pass  # this node stops, and needs the others no longer
+                    pass  # this node is stopping and no longer needs the others
                 case CoordinationFailed(error):
                     raise error
                 case _:
@@ -682,7 +682,7 @@ class Supervisor:
         if self._num_workers is None:
             return  # the probe's result leads back here
         state = self._now.state
-        self._close_store_socket()  # of a round that has lost a member before it began
+        self._close_store_socket()  # of a round that lost a member before it began
         addr, port = "", 0
         if self._coordination.serves_store is not False:
             addr, self._store_socket = store_socket.bind(self._config)
@@ -703,7 +703,7 @@ class Supervisor:
         """The nodes have met again after the loss of one: the workers of this node continue."""
         why, self._causes.lost = self._causes.lost or "a node is lost", ""
         if self._start_is_due:
-            # The fork server still imported when the last round formed. They are started for this one.
+            # The fork server was still importing when the last round formed. The workers are started for this one.
             if self._server_ready:
                 self._start_workers()
             return
@@ -802,10 +802,10 @@ class Supervisor:
             held.close()
 
     def _start_nothing(self) -> None:
-        """The job was stopped while the fork server still imports: count the workers as ended."""
+        """The job is stopped while the fork server is still importing: count the workers as ended."""
         self._start_is_due = False
         if not self._now.state.is_joining:
-            self._close_store_socket()  # else it is that of the next round
+            self._close_store_socket()  # otherwise it is the next round's
         for index in sorted(self._now.state.running):
             self._decide(policy.WorkerEnded(index, failed=False))
 

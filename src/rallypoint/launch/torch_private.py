@@ -1,7 +1,7 @@
 """Every private name of torch and Python that this package uses, and what for.
 
-Nothing else in ``launch`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
-the installed torch and Python for each name and its signature.
+Nothing else in ``launch`` uses one, which ``tests/test_architecture.py`` enforces. ``tests/unit/test_torch_private.py``
+checks each name and its signature in the installed torch and Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMOTE_TRACEBACKS = frozenset(
 )
 
 
-# Parts of torch that are expensive to import, and that torch imports late or a script by itself.
+# Parts of torch that are expensive to import, and that torch imports late or a script imports itself.
 LEARNABLE = (
     "torch._dynamo",
     "torch._functorch",
@@ -48,7 +48,7 @@ LEARNABLE = (
 
 
 def at_first_group(call: Callable[[], None]) -> None:
-    """Call this once, right before this process creates its first process group. Nothing happens if torch is not imported yet."""
+    """Run ``call`` once, right before this process creates its first process group. Does nothing if torch is not imported yet."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     create = getattr(c10d, "_new_process_group_helper", None)
     if create is None:
@@ -67,22 +67,22 @@ def at_first_group(call: Callable[[], None]) -> None:
 
 
 def begin_flight_recorder(calls: int) -> None:
-    """Have the recorder of all backends but NCCL keep the last ``calls``, unless the user has said how many. It keeps as many as the
-    variable says when it is first used, so this has to come before."""
+    """Have the recorder of all backends but NCCL keep the last ``calls`` calls, unless the user has set a number. The
+    recorder reads the variable when it is first used, so call this before that."""
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     module: Any = sys.modules["torch"]._C._distributed_c10d
     if any(env.get(each) is not None for each in names):
         return
-    # Another torch may record in another way: it keeps what it keeps.
+    # Another torch may record in another way: then its own number stays.
     with env.overlay({names[0]: str(calls)}), contextlib.suppress(Exception):
         module._dump_fr_trace_json(includeCollectives=False)
 
 
 def flight_records(*, calls: bool) -> list[bytes]:
-    """What torch's flight recorders hold, as JSON: one for all backends but NCCL, which has its own if torch has NCCL.
+    """What torch's flight recorders hold, as JSON: one for all backends but NCCL, and NCCL's own if torch has it.
 
     Args:
-        calls: with the calls; otherwise only what each group has begun and completed.
+        calls: include the calls; otherwise only what each group has begun and completed.
     """
     module: Any = sys.modules["torch"]._C._distributed_c10d
     dumps = [
@@ -92,15 +92,15 @@ def flight_records(*, calls: bool) -> list[bytes]:
 
 
 def profile(path: str, seconds: float) -> bool:
-    """Record what all threads of this process do, by torch's profiler, and write it as a Chrome trace. Blocks for that time.
+    """Record all threads of this process with torch's profiler, and write a Chrome trace. Blocks for the given time.
 
-    A profiler that the script starts meanwhile goes first: the recording ends early, and the script waits until it is written.
+    A profiler that the script starts meanwhile has priority: the recording ends early, and the script waits until it is written.
 
     Args:
-        path: the file; gzipped if its name ends so.
+        path: the file; gzipped if its name ends with ``.gz``.
         seconds: how long.
     Returns:
-        Whether the recording took its time.
+        Whether the recording ran for the whole time.
     Raises:
         RuntimeError: the script itself is using the profiler.
     """
@@ -119,7 +119,7 @@ def profile(path: str, seconds: float) -> bool:
 
     inner._prepare_trace = first
     try:
-        # torch has one profiler per process, and loses its way if a second one begins.
+        # torch has one profiler per process, and goes wrong if a second one starts.
         every = (each for each in gc.get_objects() if type(each) is inner)
         if any(each.entered and each.kineto_results is None for each in every):
             raise RuntimeError("the script itself uses torch's profiler")
@@ -139,7 +139,7 @@ def profile(path: str, seconds: float) -> bool:
 
 
 def start_thread(call: Callable[..., None], *args: Any) -> None:
-    """Start a thread that ``threading`` does not know: neither a script nor the interpreter's end waits for it."""
+    """Start a thread that ``threading`` does not know, so that neither a script nor the interpreter's shutdown waits for it."""
     import _thread
 
     _thread.start_new_thread(call, args)
@@ -162,7 +162,7 @@ def group_ranks() -> dict[str, list[int]]:
 
 
 def process_groups() -> list[Any]:
-    """The process groups of this process that were not destroyed, and those that modules of DDP hold."""
+    """The process groups of this process that were not destroyed, and those that DDP modules hold."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return []
@@ -172,7 +172,7 @@ def process_groups() -> list[Any]:
         kinds = [ddp.DistributedDataParallel]
         for kind in kinds:
             kinds += kind.__subclasses__()
-        # Objects refer to their class. What a fork server has imported is frozen, so not looked at: this takes a millisecond.
+        # Objects refer to their class. What a fork server has imported is frozen and thus skipped, so this takes a millisecond.
         held = (each for kind in kinds for each in gc.get_referrers(kind) if type(each) is kind)
         groups += (each.__dict__.get("process_group") for each in held)
     return groups
@@ -182,10 +182,10 @@ def process_groups() -> list[Any]:
 
 
 def store_class() -> Any:
-    """c10d's ``TCPStore``, of a process that has not imported torch: its libraries alone are loaded for it.
+    """c10d's ``TCPStore``, for a process that has not imported torch: only torch's libraries are loaded.
 
-    That takes a quarter of the time and half the memory that ``import torch`` does, but leaves a torch that serves nothing
-    else: call it once, in a process that a store has to itself.
+    That takes a quarter of the time and half the memory of ``import torch``, but leaves a torch that is of no other
+    use. Call it once, in a process that serves only a store.
 
     Raises:
         Exception: this torch needs more than its libraries; ``import torch`` in another process.
@@ -193,11 +193,11 @@ def store_class() -> Any:
     spec = importlib.util.find_spec("torch")
     folders = spec and spec.submodule_search_locations
     if not folders or not importlib.machinery.PathFinder.find_spec("torch._C", folders):
-        # No torch that we know: it, or the error that says what is wrong.
+        # Not a torch that we know: import it as usual, or raise the error that says what is wrong.
         return importlib.import_module("torch.distributed").TCPStore
     torch: Any = types.ModuleType("torch")
     torch.__path__ = folders
-    # The libraries register their classes below the second one.
+    # The libraries register their classes below the second module.
     torch.distributed = types.ModuleType("torch.distributed")
     sys.modules.update({"torch": torch, "torch.distributed": torch.distributed})
     importlib.import_module("torch._C")._c10d_init()
@@ -219,7 +219,7 @@ def run_module_as_main(name: str, *, alters_argv: bool = True) -> None:
     """Run a module as ``python -m NAME`` does, or a folder with ``__main__.py`` as ``python FOLDER`` does.
 
     Args:
-        name: of the module; ``__main__`` for a folder.
+        name: the module's name; ``__main__`` for a folder.
         alters_argv: whether ``sys.argv[0]`` becomes the module's path.
     """
     import runpy
@@ -230,13 +230,13 @@ def run_module_as_main(name: str, *, alters_argv: bool = True) -> None:
 def read_log_settings() -> None:
     """Have torch read ``TORCH_LOGS`` and its kin again: it did so on import, before the worker had its variables."""
     torch: Any = sys.modules["torch"]
-    # Nothing has been written yet; a new one has the folder that TORCH_TRACE names now.
+    # Nothing has been written yet. A new handler uses the folder that TORCH_TRACE names now.
     torch._logging._internal.LOG_TRACE_HANDLER = None
     torch._logging._internal._init_logs()
 
 
 def set_original_folder() -> None:
-    """What multiprocessing takes for the folder that this program was started in: spawned children look for modules there."""
+    """Tell multiprocessing that this program was started in the current folder: spawned children look for modules there."""
     from multiprocessing import process
 
     process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
@@ -270,10 +270,10 @@ def run_exit_functions() -> None:
 
 
 def keep_operators_at_exit() -> None:
-    """Do not remove the operators that are registered now, one by one, when a fork of this process ends.
+    """Keep torch from removing the operators that are registered now, one by one, when a fork of this process exits.
 
-    torch does that as late as exit (134 calls, which touch memory that forks share: a tenth of a second for eight
-    workers), and only so that no Python function is called while an interpreter goes. A worker's never does.
+    The removal takes 134 calls, which touch memory that forks share: a tenth of a second for eight workers. It only
+    keeps Python functions from being called while an interpreter shuts down, and a worker's never does.
     """
     library: Any = sys.modules.get("torch.library")
     release = getattr(library, "_del_library", None)
@@ -301,14 +301,14 @@ def forget_children() -> None:
 
 
 def begin_now() -> None:
-    """Have ``%(relativeCreated)d`` of log lines, and the main thread's id, be those of a process that has just begun."""
+    """Make ``%(relativeCreated)d`` of log lines and the main thread's id those of a process that has just started."""
     import logging
     import threading
 
     created = logging.makeLogRecord({}).created
     scale = 1 if isinstance(logging._startTime, float) else 10**9  # type: ignore[attr-defined]  # ns since 3.13
     logging._startTime = type(logging._startTime)(created * scale)  # type: ignore[attr-defined]
-    # CPython 3.11 and 3.12 forget this one after a fork (bpo-40089 renews the rest).
+    # CPython 3.11 and 3.12 do not renew this id after a fork (bpo-40089 renews the rest).
     threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
 
 

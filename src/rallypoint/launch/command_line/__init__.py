@@ -1,1 +1,1 @@
-"""From a command line to a LaunchConfig."""
+"""Makes a LaunchConfig from a command line."""

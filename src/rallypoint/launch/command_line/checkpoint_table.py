@@ -43,7 +43,7 @@ def command(words: Sequence[str]) -> str:
         raise ConfigError(
             "checkpoints", None, f"expected one place, got {len(places)}", "rally checkpoints PLACE"
         )
-    if not places[0]:  # a path of no parts is the current folder
+    if not places[0]:  # an empty path would mean the current folder
         raise ConfigError(
             "checkpoints", "", "expected a place", "is a variable of the shell not set?"
         )

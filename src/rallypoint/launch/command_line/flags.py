@@ -1,8 +1,8 @@
 """The flags of ``rally run``: one table, from which the parser and ``--help`` are made.
 
-The names, meanings and defaults are torchrun 2.13's, so that a command line carries over; what is
-ours alone is marked. Each flag of torchrun may be written ``--a-b`` or ``--a_b``, and but for a few
-has its default in ``PET_A_B``.
+The names, meanings and defaults are torchrun 2.13's, so that a command line carries over; flags that only we have are
+marked. Each of torchrun's flags may be written ``--a-b`` or ``--a_b`` and, with a few exceptions, takes its default
+from ``PET_A_B``.
 """
 
 from __future__ import annotations
@@ -565,7 +565,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
 )
 
-# What argparse too takes for a value although it starts with a dash.
+# What argparse, too, takes for a value although it starts with a dash.
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
 
 BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS} | {
@@ -643,13 +643,13 @@ _OF_OTHERS = {"-n": "nproc-per-node", "-N": "nnodes"}
 
 
 def find(name: str) -> Flag:
-    """The flag of this name, written with dashes or underscores, or an unambiguous beginning of one."""
+    """The flag with this name, written with dashes or underscores, or with an unambiguous abbreviation of it."""
     plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
     if plain in BY_NAME:
         return BY_NAME[plain]
     if plain.startswith("--") and len(plain) > 2:
         beginning = [flag for flag in FLAGS if flag.name.startswith(plain)]
-        # What is short for one of torchrun's flags there is so here.
+        # An abbreviation for one of torchrun's flags means that flag here, too.
         beginning = [flag for flag in beginning if not flag.own] or beginning
         if len(beginning) == 1:
             return beginning[0]
@@ -714,7 +714,7 @@ def help_text(backends: Sequence[Backend] = (), width: int = 100) -> str:
 
     Args:
         backends: the rendezvous backends to list.
-        width: of the screen, in characters.
+        width: the screen's width in characters.
     """
     import textwrap
 

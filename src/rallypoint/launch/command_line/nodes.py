@@ -1,4 +1,4 @@
-"""How the nodes of a job meet: from a command line and the cluster to a rendezvous."""
+"""How the nodes of a job meet: makes a rendezvous from a command line and the cluster."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Nodes:
     """The nodes of a job, as fields of :class:`~.config.LaunchConfig`.
 
     Args:
-        num_nodes: the most there are.
+        num_nodes: the most nodes that there are.
         rendezvous: how they meet.
-        min_nodes: the fewest; None: all of them.
+        min_nodes: the fewest nodes; None: all of them.
         master_addr: the host of the workers' store, if it is given.
         master_port: its port, if it is given.
     """
@@ -98,7 +98,7 @@ def is_range(text: str) -> bool:
 
 
 def _of_tasks(values: Values, placement: Placement, least: int, most: int) -> tuple[int, int]:
-    """How many nodes a job has whose tasks a cluster has started: all of them, or the range that was given."""
+    """How many nodes a job has if a cluster has started its tasks: one for each task, or the range that was given."""
     if not values.is_set("nnodes"):
         return placement.num_nodes, placement.num_nodes
     shown, text = values.shown("nnodes"), values.text("nnodes")
@@ -120,7 +120,7 @@ def _of_tasks(values: Values, placement: Placement, least: int, most: int) -> tu
 def _backend(values: Values, *, a_range: bool) -> Backend | str:
     """The backend, or the name of a plug-in that makes handlers of its own.
 
-    As the flag says; else as the endpoint's URL, a range of nodes or given ranks imply.
+    The flag decides. Without it, the endpoint's URL, a range of nodes or given ranks do.
     """
     if values.is_set("rdzv_backend"):
         name = values.text("rdzv_backend")
@@ -136,7 +136,7 @@ def _backend(values: Values, *, a_range: bool) -> Backend | str:
         endpoint = parse_endpoint(text, flag=values.shown("rdzv_endpoint"))
         if endpoint.backend != "tcpstore" or len(endpoint.hosts) > 1:
             return _found(endpoint.backend)
-    # The same line on every node: nothing tells one from another. As soon as one thing does, ranks are given.
+    # With the same line on every node, nothing tells the nodes apart. As soon as something does, ranks are given.
     given = values.is_set("node_rank") or values.is_set("master_addr")
     several = fewest_and_most(values.text("nnodes"), values.shown("nnodes"))[1] > 1
     return _found("tcpstore" if a_range or (text and several and not given) else "static")
@@ -152,7 +152,7 @@ def _found(name: str) -> Backend:
 
 
 def _one_node(values: Values, placement: Placement | None, backend: Backend) -> Nodes:
-    """As torchrun: if nothing is said about a meeting point, the job gets a name and a port of its own."""
+    """As with torchrun: if no meeting point is given, the job gets a name and a port of its own."""
     standalone, text = values.switch("standalone"), values.text("rdzv_endpoint")
     given = values.is_set("node_rank") and not standalone
     if given and (rank := values.integer("node_rank", least=0)):  # torchrun runs this as well
@@ -165,7 +165,7 @@ def _one_node(values: Values, placement: Placement | None, backend: Backend) -> 
     alone = standalone or (backend.given_ranks and not text and port is None)
     if standalone or (alone and run_id == DEFAULT_RUN_ID):
         run_id = (placement.run_id if placement else None) or str(uuid.uuid4())
-    # Checked even if it has no effect here: the same line is to work with more nodes.
+    # Checked even if it has no effect here: the same line should work with more nodes.
     endpoint = _endpoint(values, backend) if text else None
     rendezvous = RendezvousConfig(run_id=run_id)
     if not backend.given_ranks or (endpoint is None and port is None):
@@ -212,7 +212,7 @@ def _elastic_in_cluster(
 
 
 def _with_given_ranks(values: Values, backend: Backend, least: int, most: int) -> Nodes:
-    """Node 0 serves the store, and its host and port are where workers meet, too."""
+    """Node 0 serves the store, and workers meet at its host and port, too."""
     if least != most:
         raise ConfigError(
             values.shown("nnodes"),
@@ -222,7 +222,7 @@ def _with_given_ranks(values: Values, backend: Backend, least: int, most: int) -
         )
     rank = values.integer("node_rank", least=0)
     if not values.text("rdzv_endpoint"):
-        # With either of the others, an empty endpoint is as good as none, as under torchrun.
+        # If either of the others is given, an empty endpoint is as good as none, as under torchrun.
         given = values.is_set("node_rank") or values.is_set("master_addr")
         if values.is_set("rdzv_endpoint") and not given:
             _refuse_empty(values, "rdzv_endpoint", f"expected HOST:{RENDEZVOUS_PORT}")
@@ -294,7 +294,7 @@ def _with_assigned_ranks(values: Values, backend: Backend, least: int, most: int
 
 
 def _of_creator(values: Values, backend: str, least: int, most: int) -> Nodes:
-    """A plug-in's own handler decides who meets. It takes options of its own; ours are taken from among them."""
+    """A plug-in's own handler decides which nodes meet. It gets all options; we read ours from among them."""
     conf = dict(_conf_items(values))
     if values.is_set("node_rank"):
         conf.setdefault("rank", values.text("node_rank"))
@@ -320,7 +320,7 @@ def _of_creator(values: Values, backend: str, least: int, most: int) -> Nodes:
 
 def _endpoint(values: Values, backend: Backend, *, several: bool = False) -> Endpoint:
     text, shown = values.text("rdzv_endpoint"), values.shown("rdzv_endpoint")
-    # Given and assigned ranks meet at one port by default: so nodes that differ in that notice it.
+    # Nodes with given and with assigned ranks meet at the same port by default, so nodes that differ in that notice it.
     port = MASTER_PORT if backend.given_ranks and not several else None
     endpoint = parse_endpoint(text, backend=backend.name, default_port=port, flag=shown)
     if several and any(each.port == 0 for each in endpoint.hosts):
@@ -345,7 +345,7 @@ def _conf_items(values: Values) -> list[tuple[str, str]]:
 
 
 def _rendezvous_options(values: Values, backend: Backend | None) -> dict[str, Any]:
-    """``--rdzv-conf`` as fields of :class:`RendezvousConfig`; None: what is unknown is for a plug-in's handler."""
+    """``--rdzv-conf`` as fields of :class:`RendezvousConfig`; without a backend, unknown ones are for a plug-in's handler."""
     shown = values.shown("rdzv_conf")
     common = {name: each for each in COMMON_OPTIONS for name in (each.name, *each.aliases)}
     found: dict[str, Any] = {}

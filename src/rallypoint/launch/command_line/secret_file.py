@@ -60,11 +60,11 @@ def make_file(path: Path, *, force: bool) -> bytes:
     """Make the file, readable by this user alone; returns the secret in it.
 
     Raises:
-        ConfigError: it is there already (and ``force`` is not given), or cannot be made.
+        ConfigError: it already exists (and ``force`` is not given), or cannot be made.
     """
     # Text, so that it survives being pasted.
     made = secrets.token_hex(secret.MADE_BYTES).encode()
-    # An old one is replaced as a whole: whoever reads it meanwhile has the one or the other.
+    # An old file is replaced as a whole: a concurrent reader gets either the old secret or the new one.
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}") if force else path
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -1,4 +1,4 @@
-"""From flags and environment to a :class:`~rallypoint.launch.config.LaunchConfig`.
+"""Makes a :class:`~rallypoint.launch.config.LaunchConfig` from flags and environment.
 
 Precedence: flag, then ``PET_*``, then the cluster, then the default. torchrun's flags that mean nothing here are
 accepted, with a remark that says why.
@@ -53,9 +53,9 @@ _DEVICE_FILES = (
     "davinci_manager",
 )
 
-# With one of these flags set the cluster is not asked: they say where this node stands.
+# If one of these flags is set, the cluster is not asked: the flag says where this node stands.
 _NODE_FLAGS = ("node_rank", "master_addr", "rdzv_endpoint", "standalone")
-# Of these flags an empty value means nothing, and torchrun does not have them: what was expected.
+# Flags that torchrun does not have and whose empty value means nothing, with what was expected.
 _NEVER_EMPTY = {
     "metrics": "expected :PORT, HOST:PORT or a path",
     "traces": "expected an exporter of OpenTelemetry, such as otlp or console",
@@ -63,9 +63,9 @@ _NEVER_EMPTY = {
     "avoid_hosts": "expected a file",
     "bind": "expected an address of this machine, or *",
 }
-# torchrun takes an empty value of these.
+# torchrun accepts an empty value for these.
 _SELDOM_EMPTY = ("master_addr", "rdzv_endpoint", "rdzv_id", "local_addr")
-# Smaller files than this (bytes) are not meant: a unit was forgotten.
+# Nobody means files smaller than this (in bytes): a unit was forgotten.
 _LEAST_LOG_SIZE = 1 << 10
 # Flags that scripts rarely have.
 _SIZE_FLAGS = frozenset(("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"))
@@ -79,7 +79,7 @@ def config_from(
     Args:
         given: the command line.
         env: variables.
-        function_path: workers run a function that the command line names, with this ``sys.path``; None: a script.
+        function_path: workers run a function that the command line names, with this ``sys.path``; None: they run a script.
 
     Raises:
         ConfigError: a setting cannot work; named as the user spelled it.
@@ -145,7 +145,7 @@ def config_from(
         signals=signals,
         quit_shows_stacks=signal.SIGQUIT not in passed and not values.is_set("signals_to_handle"),
         passed_signals=passed,
-        # At a time limit, and when the grace time of a preemption is over, SIGTERM comes again before SIGKILL.
+        # At a time limit, and when a preemption's grace time is over, Slurm sends SIGTERM again before SIGKILL.
         sigterm_repeats=bool(env.get("SLURM_JOB_ID")),
         start_method=start_method,
         preload=tuple(name for name in values.text("preload").split(",") if name),
@@ -166,13 +166,13 @@ def config_from(
         ),
     )
     _remark_on_what_has_no_effect(values)
-    if not (several_here and config.local_rank_base):  # one of the tasks of a machine says it
+    if not (several_here and config.local_rank_base):  # only one of a machine's tasks says so
         _remark_on_absent_ranks(values, config)
     return config, values.remarks
 
 
 def _check_empty(values: Values) -> None:
-    """`--metrics "$PLACE"`, and the variable is not set."""
+    """Check for `--metrics "$PLACE"` with a variable that is not set."""
     hint = "is a variable of the shell not set?"
     for dest, expected in _NEVER_EMPTY.items():
         if values.is_set(dest) and not values.text(dest).strip():
@@ -184,7 +184,7 @@ def _check_empty(values: Values) -> None:
 
 
 def _remark_on_absent_ranks(values: Values, config: LaunchConfig) -> None:
-    """Flags for some local ranks, of which this machine does not have one."""
+    """Remark on flags for local ranks that this machine does not have."""
     count = config.local_world_size or config.workers_per_node
     if count is None:
         return  # the accelerators are not counted yet
@@ -208,7 +208,7 @@ def _remark_on_absent_ranks(values: Values, config: LaunchConfig) -> None:
 
 
 def _remark_on_flags_after_target(values: Values, job: Job) -> None:
-    """A job's size and place among the script's arguments: the user may have meant them for us."""
+    """Remark on a job's size or place among the script's arguments: the user may have meant it for us."""
     for word in job.args:
         if word == "--":
             return
@@ -316,7 +316,7 @@ def _workers(values: Values, placement: clusters.Placement | None) -> tuple[int 
 
 
 def _remark_on_one_cpu(values: Values, placement: clusters.Placement, workers: int) -> None:
-    """Open MPI binds a task to a core unless told otherwise, and Slurm gives it one CPU where CPUs are allocated."""
+    """Open MPI binds a task to a core unless told otherwise, and Slurm gives a task one CPU where CPUs are allocated."""
     if len(os.sched_getaffinity(0)) > 1 or os.cpu_count() == 1:
         return
     hint = "for more, ask for more CPUs per task (srun --cpus-per-task N, mpirun --bind-to none)"
@@ -325,7 +325,7 @@ def _remark_on_one_cpu(values: Values, placement: clusters.Placement, workers: i
 
 
 def _remark_on_lost_nodes(values: Values, placement: clusters.Placement) -> None:
-    """Slurm's default is to end a job that loses a node. Said once, beside the srun of a batch script."""
+    """Slurm's default is to end a job that loses a node. Said once, where a batch script's srun runs."""
     job = values.env.get("SLURM_JOB_ID", "")
     if placement.node_rank != 0 or not placement.source.startswith("Slurm"):
         return
@@ -335,9 +335,9 @@ def _remark_on_lost_nodes(values: Values, placement: clusters.Placement) -> None
 
 
 def _secret(values: Values, *, alone: bool, is_first: bool) -> bytes | None:
-    """The job's secret: as the flag or a variable says, of the user's file, or one for this job alone.
+    """The job's secret: from the flag or a variable, from the user's file, or made for this job alone.
 
-    That there is none is said by the first of the tasks that a cluster starts, not by each of them.
+    If there is none, only the first of the tasks that a cluster starts says so.
     """
     insecure = values.switch("insecure")
     name = values["secret_file"]
@@ -422,7 +422,7 @@ def _metrics(values: Values) -> MetricsPlace | None:
 
 
 def _traces(values: Values) -> str:
-    """The flag, or ``RALLY_TRACES``."""
+    """The exporter that the flag or ``RALLY_TRACES`` names."""
     shown, name = exporters.VARIABLE, values.env.get(exporters.VARIABLE, "")
     if values.is_set("traces"):
         shown, name = values.shown("traces"), values.text("traces")

@@ -1,4 +1,4 @@
-"""The values of a command line, read in their types; errors name them as the user wrote them."""
+"""The values of a command line, converted to their types; errors name them as the user wrote them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Values:
         return self._values[dest]
 
     def is_set(self, dest: str) -> bool:
-        """Whether the user gave it, as a flag or a variable; a switch also has to be on."""
+        """Whether the user gave it, as a flag or a variable; ``standalone`` must also be on."""
         if dest == "standalone":
             return self.switch(dest)
         return self._origins[dest] != "default"
@@ -78,7 +78,7 @@ class Values:
         return port
 
     def size(self, dest: str) -> int:
-        """Bytes, as ``100M``; 0: none."""
+        """A size in bytes, written as ``100M``; 0: none."""
         text = self.text(dest).strip().upper().removesuffix("B").removesuffix("I")
         factor = _FACTORS.get(text[-1:], 0)
         digits = text[:-1] if factor else text
@@ -116,11 +116,11 @@ def exit_codes(text: str, shown: str) -> frozenset[int]:
     """Exit codes, as ``75,143``.
 
     Args:
-        text: of the flag.
-        shown: its name, for errors.
+        text: the flag's text.
+        shown: the flag's name, for errors.
 
     Raises:
-        ConfigError: one is no exit code of a job that has failed.
+        ConfigError: one is not an exit code of a failed job.
     """
     words = [each.strip() for each in text.split(",")]
     for word in words:

@@ -30,7 +30,7 @@ def command(words: Sequence[str]) -> str:
 
     Raises:
         ConfigError: a flag is unknown.
-        ControlError: a server that was to end does not answer.
+        ControlError: a server that should end does not answer.
     """
     if {"-h", "--help"} & set(words):
         return HELP

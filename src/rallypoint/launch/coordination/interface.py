@@ -53,14 +53,14 @@ class RoundReady:
         master_addr: host of the workers' store.
         master_port: its port.
         restarts: how much of the restart budget is used, as all nodes count it.
-        ages: with a restart window, how many seconds ago these restarts were; the newest, which led to this round, has none.
+        ages: with a restart window, how many seconds ago these restarts were, without the newest, which led to this round.
         serves: this node serves the job's store.
-        replaced: how many workers of sessions were replaced since then.
-        kept: which nodes keep their workers; None: all start anew.
-        not_kept: why all start anew although some held their workers, in words.
-        is_keeper: this node is one of them.
+        replaced: how many workers were replaced since the session began.
+        kept: which nodes keep their workers; None: all start afresh.
+        not_kept: why all start afresh although some nodes held their workers, in words.
+        is_keeper: this node keeps its workers.
         network: variables that tell workers the interface to the other nodes.
-        incident: names the round, among all rounds of all jobs.
+        incident: a name that the round shares with no other round of any job.
     """
 
     generation: int
@@ -86,15 +86,15 @@ class RoundReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node, to be admitted), ``asks for admission`` (the same, before
-    the others are told; only on node 0).
+    """``failed``, ``stopped``, ``leaving``, ``lost``, ``waiting`` (a node is to be admitted), ``asks for admission`` (the same,
+    before the others are told; only on node 0).
 
-    From or about a node, in a generation. ``all_done`` and ``reports`` come once all nodes have reported, ``told`` once all
+    From or about a node, in a generation. ``all_done`` and ``reports`` arrive once all nodes have reported, ``told`` once all
     were told to stop. If many nodes fail or are stopped together, only the first to say so are heard. From all nodes, this one
-    included: ``in session``, ``out of session``, and ``worker lost``, with ``survivors`` if other workers of the
-    node are in the session, and ``standstill``, with the ``progress`` of its ranks since a ``meeting``.
-    ``not kept``: the round counts on workers of the node that it has had to stop. ``left out``: the next round has formed without this node. ``is_own``: the others have given up this node as lost.
-    ``host``: of a node that is lost, if it is known.
+    included: ``in session``, ``out of session``, ``worker lost`` (with ``survivors`` if other workers of the node are in the
+    session) and ``standstill`` (with the ``progress`` of its ranks since a ``meeting``). ``not kept``: the node has had to stop
+    workers that the round counts on. ``left out``: the next round has formed without this node. ``is_own``: the others have
+    given up this node as lost. ``host``: the host of a lost node, if known.
     """
 
     what: str
@@ -111,12 +111,12 @@ class PeerEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeAsked:
-    """Another node asks something (:meth:`Coordination.ask_nodes`).
+    """Another node has a question (:meth:`Coordination.ask_nodes`).
 
     Args:
-        node_rank: which one.
-        generation: the one that both are in.
-        name: of the question.
+        node_rank: the node that asks.
+        generation: the one that both nodes are in.
+        name: the question's name.
         question: what it asks.
     """
 
@@ -128,7 +128,7 @@ class NodeAsked:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """While this node waits to take part: what members advise (:meth:`Coordination.advise`). It may have any form."""
+    """What members advise (:meth:`Coordination.advise`) while this node waits to take part. It may have any form."""
 
     body: Mapping[str, Any]
 
@@ -153,7 +153,7 @@ class ServeStore:
 
     Args:
         listener: the bound socket.
-        line: the process's end of its connection to this one.
+        line: the new process's end of its connection to this one.
     """
 
     listener: socket.socket
@@ -166,7 +166,7 @@ CoordinationEvent = (
 
 
 class Coordination(Protocol):
-    """What the supervisor needs. No call blocks, except :meth:`close`, for a bounded time."""
+    """What the supervisor needs from the other nodes. Calls block only if they say so; :meth:`close` does, for a bounded time."""
 
     @property
     def serves_store(self) -> bool | None:
@@ -178,14 +178,14 @@ class Coordination(Protocol):
 
     @property
     def arrived(self) -> int | None:
-        """How many nodes have come to the round that is about to form, as far as this one knows; 0: it waits to be admitted to one;
-        None: nothing is known yet."""
+        """How many nodes have come to the round that is about to form, as far as this one knows; 0: it waits to be
+        admitted to one; None: nothing is known yet."""
 
     def fileno(self) -> int:
         """A descriptor that is readable while :meth:`take` has events."""
 
     def join(self, generation: int, facts: NodeFacts) -> None:
-        """Meet the others; ends in :class:`RoundReady`, :class:`NotNeeded` or :class:`CoordinationFailed`.
+        """Meet the others. The event that follows is :class:`RoundReady`, :class:`NotNeeded` or :class:`CoordinationFailed`.
 
         ``generation`` is the expected one; in an elastic job, the round determines it.
         """
@@ -193,8 +193,8 @@ class Coordination(Protocol):
     def tell(
         self, what: str, generation: int, failures: tuple[WorkerFailure, ...], reason: str = ""
     ) -> None:
-        """``failed``, ``stopped``, ``leaving``, ``done``, ``report`` (all failures of a generation), ``in session``,
-        ``out of session``, or ``told``: this node is told to stop, and waits to hear whether the others are.
+        """Tell the others ``failed``, ``stopped``, ``leaving``, ``done``, ``report`` (all failures of a generation),
+        ``in session``, ``out of session``, or ``told``: this node was told to stop, and waits to hear whether the others were.
 
         Args:
             reason: why this node fails or leaves, if neither a worker nor a signal is the cause.
@@ -213,7 +213,7 @@ class Coordination(Protocol):
         """
 
     def advise(self, body: Mapping[str, Any]) -> None:
-        """Write down what nodes that wait to take part may do meanwhile: each gets :class:`Advice`. The last one counts.
+        """Publish what nodes may do while they wait to take part: each gets :class:`Advice`. The latest one counts.
 
         Args:
             body: JSON values.
@@ -222,20 +222,20 @@ class Coordination(Protocol):
     def ask_nodes(
         self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
     ) -> dict[int, dict[str, Any] | None]:
-        """Ask the other nodes of the round; each gets a :class:`NodeAsked`. Blocks: for a thread of its own.
+        """Ask the other nodes of the round; each gets a :class:`NodeAsked`. Blocks: call it in a thread of its own.
 
         Args:
             question: JSON values.
             patience: seconds.
             nodes: only these ranks, without this node's; None: all.
         Returns:
-            By node rank: its answer; None if none came in time.
+            By node rank: its answer; None if none arrived in time.
         Raises:
             RendezvousError: the store cannot be reached.
         """
 
     def answer(self, asked: NodeAsked, body: Mapping[str, Any]) -> None:
-        """Answer a question of another node. Blocks: for a thread of its own.
+        """Answer another node's question. Blocks: call it in a thread of its own.
 
         Raises:
             RendezvousError: the store cannot be reached.
@@ -253,12 +253,12 @@ class Coordination(Protocol):
 
         Args:
             ending: why there will be no further round, for nodes that wait for one; empty if there may be.
-            if_last: the same, if all other nodes have left already.
+            if_last: the same, if all other nodes have already left.
         """
 
 
 class LoneNode:
-    """One node: it is always complete."""
+    """A single node: its rounds are always complete."""
 
     serves_store = True
     broken = False

@@ -1,15 +1,15 @@
 """One generation's journal: any node may append an entry, and all nodes read the entries in the same order.
 
-So every node sees the same first failure and reaches the same decision by itself. A writer increments a counter to
+So every node sees the same first failure and reaches the same decision on its own. A writer increments a counter to
 reserve a place, then claims that place: two operations, regardless of the number of writers. A writer that dies between
-the two leaves a hole. The next reader that has waited for it long enough fills it with an empty entry.
+the two leaves a hole. The next reader that has waited there long enough fills the hole with an empty entry.
 
-An entry that matters for a moment only, a question, is withdrawn by its writer: somebody may ask every two seconds for
-weeks. Its place becomes a hole, which the writer's list of withdrawn places tells from one that is still to be filled.
+An entry that matters only for a moment, such as a question, is withdrawn by its writer: somebody may ask every two seconds
+for weeks. Its place becomes a hole; the writer's list of withdrawn places tells it from a hole that is still to be filled.
 
-A store may lose all keys (etcd's lease ran out in an outage, somebody deleted the prefix). Then writers begin again at place
-0, and so do readers, once nothing comes and they see that the first entry that they have read is no longer there.
-What they have read before they leave out.
+A store may lose all keys (etcd's lease ran out in an outage, somebody deleted the prefix). Then writers start again at
+place 0. So do readers, once no entry arrives and they see that the first entry that they read is gone. They skip
+entries that they have already read.
 
 A thousand nodes may each append an entry at the same time. A reader that is behind reads many places at once.
 """
@@ -26,11 +26,11 @@ from rallypoint.rendezvous.record_store import RecordStore
 from .place_ranges import PlaceRanges
 
 
-# Places in a journal; a counter beyond this was not counted by nodes.
+# The most places in a journal. A counter beyond this was not counted up by nodes.
 MAX_PLACES: Final = 1 << 48
-# In place of a node's rank: who asks without being a member.
+# In place of a node's rank: a process that asks without being a member.
 OUTSIDE: Final = -1
-# At most so many places are read at once.
+# At most this many places are read at once.
 MAX_AHEAD: Final = 32
 # What fills a hole.
 _NOTHING: Final = {"what": "nothing"}
@@ -42,7 +42,7 @@ class Journal:
     Args:
         records: the connection.
         generation: the generation it belongs to.
-        num_nodes: of that generation; a reader needs it.
+        num_nodes: how many nodes are in that generation; only readers need it.
     """
 
     def __init__(self, records: RecordStore, generation: int, num_nodes: int = 0) -> None:
@@ -50,9 +50,9 @@ class Journal:
         self._generation = generation
         self._num_nodes = num_nodes
         self._next = 0
-        self._read: set[str] = set()  # ids of entries, but for those that matter for a moment only
+        self._read: set[str] = set()  # ids of entries, except those that matter only for a moment
         self._mark: tuple[int, str] | None = None  # place and id of the first of them
-        # Read, and not asked for yet.
+        # Entries that were read but not asked for yet.
         self._ahead: collections.deque[dict[str, Any]] = collections.deque()
         self._in_a_row = 0  # entries since the reader had to wait in vain, or found nothing ahead
         self.was_lost = False  # entries that nobody here has read may be gone
@@ -70,20 +70,20 @@ class Journal:
         """Remove an entry of this node.
 
         Args:
-            place: of the entry.
-            node_rank: of this node.
-            withdrawn: all that it has withdrawn in this generation; the place is added.
+            place: the entry's place.
+            node_rank: this node's rank.
+            withdrawn: all places that it has withdrawn in this generation; this one is added.
         """
         withdrawn.add(place)
-        # In this order: who finds the hole must find the reason.
+        # In this order: a reader that finds the hole must find the reason.
         self._records.write(self._withdrawn_by(node_rank), withdrawn.to_json())
         self._delete(place)
 
     def withdraw_from_outside(self, place: int) -> None:
-        """Note an entry of a process that is no member, and remove the one before it, perhaps of another such process.
+        """Note an entry of a process that is not a member, and remove the one before it, perhaps from another such process.
 
         Args:
-            place: of the entry.
+            place: the entry's place.
         """
         before: Any = None
 
@@ -102,7 +102,7 @@ class Journal:
         self._records.delete(self._key(str(place)))
 
     def next(self, timeout: float) -> dict[str, Any] | None:
-        """The next entry; None if none came within ``timeout`` seconds."""
+        """The next entry; None if none arrived within ``timeout`` seconds."""
         key = self._key(str(self._next))
         self._read_ahead()
         if self._ahead:
@@ -126,7 +126,7 @@ class Journal:
         return entry if self._is_new(place, entry) else _NOTHING
 
     def _read_ahead(self) -> None:
-        """Read several entries at once, if more than one has come of late: a single one is waited for alone."""
+        """Read several entries at once if more than one has arrived recently. A single one is waited for instead."""
         if self._ahead or self._in_a_row < 2:
             return
         places = range(self._next, self._next + min(self._in_a_row, MAX_AHEAD))
@@ -141,7 +141,7 @@ class Journal:
         """Whether what this reader has read is no longer in the store, given the counter."""
         if self._mark is None:
             return places < self._next
-        # The counter does not tell: somebody may have set it back, and the entries may have become as many again.
+        # The counter alone cannot tell: it may have been reset, and there may be as many entries again.
         place, read = self._mark
         (held,) = self._records.look([self._key(str(place))])
         if held is None and self._end_of_withdrawn(place) is not None:
@@ -150,7 +150,7 @@ class Journal:
         return held is None or held.get("id") != read
 
     def _is_new(self, place: int, entry: Mapping[str, Any]) -> bool:
-        """Whether this reader has not read an entry before. From now on it has."""
+        """Whether an entry is new to this reader. Marks it as read."""
         name = entry.get("id")
         if not isinstance(name, str) or entry.get("what") == "asked":
             return True
@@ -160,7 +160,7 @@ class Journal:
         return not known
 
     def _end_of_withdrawn(self, place: int) -> int | None:
-        """The place after the withdrawn ones of which this is the first; None: it is none of them."""
+        """The first place after the range of withdrawn ones that this one is in; None: it was not withdrawn."""
         ranks = (OUTSIDE, *range(self._num_nodes))
         keys = [self._withdrawn_by(rank) for rank in ranks] if self._num_nodes else []
         for body in self._records.look(keys) if keys else ():

@@ -19,7 +19,7 @@ from rallypoint.rendezvous.record_store import RecordStore
 from .journal import Journal
 
 
-# How long the thread may take to end.
+# How long the thread may take to stop.
 END_PATIENCE = 5.0
 # After this many leases of silence, a keeper assumes that no node is left.
 LEASES_TO_GIVE_UP = 3
@@ -58,7 +58,7 @@ class Follower(Protocol):
         """The next round has been called. Repeated until this node joins it."""
 
     def heed_closed(self, current: Round, reason: str) -> None:
-        """There will be no next round, and what the journal said of it may be lost. Repeated until this node ends."""
+        """There will be no next round, and what the journal said about that may be lost. Repeated until this node exits."""
 
     def heed_as_keeper(self, current: Round, entry: Mapping[str, Any]) -> None:
         """An entry of a later round that this node is not part of."""
@@ -95,7 +95,7 @@ class JournalReader:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread, even if it waits."""
+        """Stop the thread, even if it is waiting."""
         self._ended.set()
         self._records.close()
         self._thread.join(END_PATIENCE)
@@ -139,7 +139,7 @@ class JournalReader:
         if "closed" not in call:
             self._follower.heed_next_round(self._round)
         elif journal.was_lost:
-            # Else an entry says why, and the members may still be busy with their ends.
+            # Otherwise an entry says why, and the members may still be busy exiting.
             self._follower.heed_closed(self._round, str(call["closed"]))
 
     def _keep(self, journal: Journal) -> None:
@@ -174,7 +174,7 @@ class JournalReader:
             }
             if len(leases.observe(MONOTONIC.now(), beats)) < len(beats):
                 continue
-            if pause:  # read the entries they left first
+            if pause:  # first read the entries that they left
                 pause = 0.0
                 continue
             self._follower.nobody_is_left(current)

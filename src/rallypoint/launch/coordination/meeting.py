@@ -1,4 +1,4 @@
-"""The rendezvous a launch asks for: from a :class:`~rallypoint.launch.config.LaunchConfig` to a handler."""
+"""The rendezvous that a launch asks for: makes a handler from a :class:`~rallypoint.launch.config.LaunchConfig`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rallypoint.rendezvous.registry import rendezvous_handler_registry
 def rendezvous_for(
     config: LaunchConfig, say: Callable[[str], None], listener: Listener, prepare: Prepare
 ) -> DynamicRendezvous:
-    """This node's way into the job's rounds. Nothing is connected to yet.
+    """This node's way into the job's rounds. It does not connect to anything yet.
 
     Args:
-        config: of this node.
-        say: prints a line to the user.
+        config: this node's config.
+        say: prints a line for the user.
         listener: told what happens between rounds.
         prepare: makes the server of the job's store, if this node serves it.
 
@@ -68,10 +68,10 @@ def rendezvous_for(
 
 
 def home_to_observe(config: LaunchConfig, say: Callable[[str], None]) -> Home:
-    """The home of a job's store, for a process that serves none and takes no part. Nothing is connected to yet.
+    """The home of a job's store, for a process that serves none and takes no part. It does not connect to anything yet.
 
     Raises:
-        ConfigError: as :func:`rendezvous_for`; or the nodes meet by a plug-in's own handler.
+        ConfigError: as :func:`rendezvous_for`; or the nodes meet through a plug-in's own handler.
     """
     if config.rendezvous.plug_in is not None:
         backend = config.rendezvous.plug_in.backend
@@ -86,13 +86,13 @@ def _job(config: LaunchConfig, say: Callable[[str], None], prepare: Prepare | No
     endpoint = meeting.endpoint or Endpoint(
         scheme="tcp", backend="tcpstore", hosts=(HostPort(meeting.host, meeting.port),)
     )
-    # With ranks given beforehand node 0 serves, whatever its name on this machine is.
+    # With ranks given beforehand, node 0 serves, whatever its name is on this machine.
     is_host = meeting.is_host if meeting.node_rank is None else meeting.node_rank == 0
     return Meeting(
         endpoint=endpoint,
         run_id=meeting.run_id,
         lease=meeting.lease,
-        # Jobs without a name all have the same one.
+        # Jobs without a name all share the default one.
         mark_end=meeting.run_id != DEFAULT_RUN_ID,
         secret=config.secret,
         is_host=is_host,

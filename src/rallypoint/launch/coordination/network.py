@@ -11,7 +11,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.launch.placement import network
 
 
-# Of a network for documentation (RFC 5737), so the default route leads there. Nothing is sent.
+# An address of a documentation network (RFC 5737), so the default route leads there. Nothing is sent.
 _ELSEWHERE = "192.0.2.1"
 
 
@@ -44,7 +44,7 @@ def _reached_at(
         return None
     if not addresses.is_loopback(towards):
         return towards
-    # The name of this machine, which leads others to it and itself to the loopback interface.
+    # This machine's own name, which leads other nodes to it, but this machine to its loopback interface.
     return network.most_likely(found, addresses.address_towards(_ELSEWHERE, 1))
 
 

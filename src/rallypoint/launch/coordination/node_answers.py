@@ -1,4 +1,4 @@
-"""What a node answers another one, as a record of the job's store. Pure."""
+"""A node's answer to another one, as a record in the job's store. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Final
 from rallypoint._core import flight_records
 
 
-# Bytes of an answer, unpacked.
+# The most bytes of an answer, unpacked.
 MAX_ANSWER: Final = 64 * 1024 * 1024
 # The numbers in a record of what a worker uses.
 _USED: Final = ("cpu", "memory", "threads", "children", "read", "written", "at")
-# The numbers in what a node says of its job.
+# The numbers in what a node says about its job.
 _OF_JOBS: Final = ("pid", "nodes", "world_size", "restarts", "max_restarts")
-# Bytes in a record of its memory, and of a device.
+# The sizes in bytes in a record of its memory, and in that of a device.
 _SIZES: Final = ("rss", "pss", "shared", "private", "swap", "huge")
 _OF_DEVICES: Final = (
     *("allocated", "most_allocated", "reserved", "segments", "free", "largest_free"),
@@ -25,30 +25,30 @@ _OF_DEVICES: Final = (
 
 
 def key(generation: int, name: str, node_rank: int) -> str:
-    """Where a node's answer to a question is.
+    """The key of a node's answer to a question.
 
     Args:
-        generation: of both nodes.
-        name: of the question.
-        node_rank: of the one that answers.
+        generation: the generation of both nodes.
+        name: the question's name.
+        node_rank: the rank of the node that answers.
     """
     return f"{generation}/answer/{name}/{node_rank}"
 
 
 def pack(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As a record. Compressed: the stacks of a hundred workers are more than a record may hold."""
+    """An answer as a record. Compressed: the stacks of a hundred workers are more than a record may hold."""
     return {"zlib": base64.b64encode(zlib.compress(json.dumps(body).encode())).decode()}
 
 
 def processes(body: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The records of workers in an answer; those that are none are left out."""
+    """The records of workers in an answer; anything else is left out."""
     found = (body or {}).get("processes")
     records = found if isinstance(found, list) else []
     return [each for each in records if isinstance(each, dict) and _is_record(each)]
 
 
 def status(body: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a node says of the job, in an answer; None if it says nothing that can be read."""
+    """What a node says about the job in an answer; None if it says nothing that can be read."""
     found = (body or {}).get("status")
     return found if isinstance(found, dict) and _is_status(found) else None
 
@@ -93,7 +93,7 @@ def _is_record(each: Mapping[str, Any]) -> bool:
         )
     if "trace" in each:
         texts = (each.get("packed"), each.get("why"), each.get("host"))
-        # A path of another host means nothing here.
+        # A path on another host means nothing here.
         return (
             each["trace"] == ""
             and all(isinstance(text, str) for text in texts)
@@ -189,7 +189,7 @@ def _is_frame(frame: object) -> bool:
 
 
 def unpack(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The answer; None if it is none, or has more than :data:`MAX_ANSWER` bytes."""
+    """The answer in a record; None if there is none, or it has more than :data:`MAX_ANSWER` bytes."""
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(record["zlib"]), MAX_ANSWER)
         body = json.loads(data)

@@ -1,8 +1,8 @@
 """What the nodes of a round ask each other about their workers.
 
-A question is an entry of the journal, and each node's answer a record of its own. Both are removed: somebody may ask
-every two seconds for weeks. But a question stays until the next one: a node that comes by a hole waits there for a lease, and reads
-nothing meanwhile. Connections are kept from one question to the next, too; each leaves a key of its own in etcd.
+A question is an entry in the journal, and each node's answer is a record of its own. Both are removed: somebody may ask every
+two seconds for weeks. But a question stays until the next one, because a node that reaches a hole waits there for a lease and
+reads nothing meanwhile. Connections are also kept from one question to the next: each leaves a key of its own in etcd.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .journal_reader import Round
 from .place_ranges import PlaceRanges
 
 
-# So many of this node's answers are kept, though nobody may want them any more: who asked may have given up.
+# This many of this node's answers are kept, though they may no longer be wanted: the asker may have given up.
 MAX_ANSWERS = 8
-# So many answers are read at once.
+# At most this many answers are read at once.
 MAX_AT_ONCE = 64
-# So many connections are kept that nobody uses.
+# At most this many idle connections are kept.
 MAX_IDLE = 2
-# How many seconds this node's own reader may take to come by a question that is to be removed.
+# How many seconds this node's own reader may take to reach a question that is to be removed.
 OWN_PATIENCE = 2.0
 
 
@@ -37,7 +37,7 @@ class NodeQuestions:
     """The questions of one round. Methods may be called in any thread, and block.
 
     Args:
-        current: the round. Who is no member asks as rank :data:`.OUTSIDE`.
+        current: the round. A process that is not a member asks as rank :data:`.OUTSIDE`.
         connect: makes a connection to the store.
     """
 
@@ -49,14 +49,14 @@ class NodeQuestions:
         self._withdrawn = PlaceRanges()
         self._answers: collections.deque[str] = collections.deque()
         self._unread: dict[str, threading.Event] = {}  # this node's questions, by name
-        self._last: tuple[str, int] | None = None  # of these: its name and place in the journal
+        self._last: tuple[str, int] | None = None  # the last one's name and place in the journal
         self._idle: list[RecordStore] = []
         self._closed = False
 
     def ask(
         self, question: Mapping[str, Any], patience: float, nodes: frozenset[int] | None = None
     ) -> dict[int, dict[str, Any] | None]:
-        """As :meth:`.Coordination.ask_nodes`."""
+        """Ask other nodes, as :meth:`.Coordination.ask_nodes` does."""
         current = self._round
         wanted = range(current.num_nodes) if nodes is None else sorted(nodes)
         asked = [rank for rank in wanted if rank != current.rank and rank not in current.gone]
@@ -85,7 +85,7 @@ class NodeQuestions:
     def _gather(
         self, records: RecordStore, name: str, asked: list[int], deadline: Deadline
     ) -> dict[int, dict[str, Any] | None]:
-        """The answers. While one is waited for, others arrive; those are read at once."""
+        """Collect the answers. While one is waited for, others arrive; those are read together."""
         found: dict[int, dict[str, Any] | None] = {}
         keys = {rank: node_answers.key(self._round.generation, name, rank) for rank in asked}
         while waiting := [rank for rank in asked if rank not in found][:MAX_AT_ONCE]:
@@ -102,7 +102,7 @@ class NodeQuestions:
         return found
 
     def note_read(self, name: str) -> None:
-        """This node's own reader has come by the question of this name."""
+        """This node's own reader has reached the question with this name."""
         if (unread := self._unread.get(name)) is not None:
             unread.set()
 
@@ -110,7 +110,7 @@ class NodeQuestions:
         """Answer a question.
 
         Args:
-            name: of the question.
+            name: the question's name.
             body: the answer.
         """
         key = node_answers.key(self._round.generation, name, self._round.rank)
@@ -123,7 +123,7 @@ class NodeQuestions:
                 records.delete(old)
 
     def close(self) -> None:
-        """Close the connections that nobody uses, and the others as soon as nobody does."""
+        """Close the idle connections, and the others as soon as they are idle."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

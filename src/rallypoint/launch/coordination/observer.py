@@ -1,4 +1,4 @@
-"""Asks the nodes of a job at its store, without taking part in it."""
+"""Asks the nodes of a job through its store, without taking part in it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .meeting import home_to_observe
 from .node_questions import NodeQuestions
 
 
-# Seconds for the connection to the store.
+# How many seconds connecting to the store may take.
 REACH_PATIENCE = 5.0
-# A store that has moved leads to where it is, which may have been left as well.
+# A store that has moved points to its new place, which it may have left as well.
 MOST_MOVES = 8
 
 
 class Observer:
-    """A job, as it is known at its store.
+    """A job as its store knows it.
 
     Args:
-        config: as of one of its nodes.
+        config: like that of one of its nodes.
 
     Raises:
         ConfigError: as :func:`.meeting.rendezvous_for`.
@@ -44,12 +44,12 @@ class Observer:
         self._codec = Codec(self._name, config.secret)
 
     def nodes(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """What the supervisors of the job's nodes say of it. Blocks.
+        """What the supervisors of the job's nodes say about it. Blocks.
 
         Args:
             patience: seconds for their answers.
         Returns:
-            By rank of the node: as :meth:`.RunningJob.status`; None for one that does not answer in time.
+            By rank of the node: what :meth:`.RunningJob.status` returns; None for one that does not answer in time.
         Raises:
             ControlError: the store cannot be reached, there is no such job, or its nodes have not met yet.
         """

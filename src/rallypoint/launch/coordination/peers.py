@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-The nodes meet in a rendezvous (:mod:`rallypoint.rendezvous.dynamic`) and then share a journal
-(:mod:`.journal`) in the job's store. So every node sees the same first failure and the same joins and losses, and
-reaches the same decision by itself.
+The nodes meet in a rendezvous (:mod:`rallypoint.rendezvous.dynamic`) and then share a journal (:mod:`.journal`) in the
+job's store. So every node sees the same first failure and the same joins and losses, and reaches the same decision on
+its own.
 
 There are three threads. Each has its own connection, so a blocked wait delays nothing else. One executes requests
 (join, tell, find the store again), one follows the journal of the current generation, and the rendezvous' pulse sends
@@ -68,7 +68,7 @@ from .tally import Tally
 LEAVE_PATIENCE = 5.0
 # At most this many characters of another node's reason are shown.
 MAX_REASON = 300
-# How long the node that serves the store stays for nodes that have not read that it leaves: one may be suspended.
+# How long the node that serves the store stays for nodes that have not read that it is leaving: one may be suspended.
 FAREWELL_PATIENCE = 3.0
 
 Say = Callable[[str], None]
@@ -78,7 +78,7 @@ class PeerNodes:
     """Implements :class:`~rallypoint.launch.coordination.interface.Coordination` for several nodes.
 
     Args:
-        config: of this node.
+        config: this node's config.
         say: prints a line for the person at the terminal.
     """
 
@@ -219,13 +219,13 @@ class PeerNodes:
         self._stop.set()
         if self._questions is not None:
             self._questions.close()
-        # Requests to serve a store that were not taken end with their connections.
+        # Requests to serve a store that were not taken end when their connections close.
         with self._lock:
             self._events.clear()
         if self._reader is not None:
             self._reader.end()
         if self._rendezvous is not None:
-            # If the supervisor did not hear of the last round, it has told its members nothing: for them this node is lost.
+            # If the supervisor has not heard of the last round, it has told the members nothing: to them this node is lost.
             heard = not self._joining and self._round.generation in {
                 NO_ROUND.generation,
                 self._taken,
@@ -288,7 +288,7 @@ class PeerNodes:
         try:
             request()
         except (RallyError, OSError, ValueError, KeyError):
-            pass  # the same
+            pass  # as above
         finally:
             records.close()
 
@@ -319,7 +319,7 @@ class PeerNodes:
                 self._post(NotNeeded())
                 return
             if why == STOPPED and self._round is not NO_ROUND:
-                # The node that was told so may have no time to tell the members of a round that has ended.
+                # The node that was told to stop may have no time to tell the members of a round that has ended.
                 self._post(PeerEvent("stopped", -1, self._round.generation))
                 return
             raise
@@ -400,12 +400,12 @@ class PeerNodes:
         )
 
     def _incident(self, plan: Mapping[str, Any], generation: int) -> str:
-        """A name of the round that all its members know, and no other round of any job has."""
+        """A name for the round that all its members know and that no other round of any job has."""
         made_by = plan.get("by") or self._config.rendezvous.run_id
         return hashlib.sha256(f"{made_by} {generation}".encode()).hexdigest()[:8]
 
     def _network_for(self, master_addr: str) -> Mapping[str, str]:
-        """What workers are told about the network; for the person at the terminal once."""
+        """What workers are told about the network; the person at the terminal is told once."""
         choice = network.choice_for(environment.snapshot(), self._config.local_addr, master_addr)
         if choice.remark and choice.remark != self._network_remark:
             self._network_remark = choice.remark
@@ -442,7 +442,7 @@ class PeerNodes:
                 serves = self._rendezvous.serves
                 self._append("leaving", generation, serves=serves, reason=reason)
                 current.said_farewell = serves
-            # Else a round has formed meanwhile: the supervisor says it again, once it has heard of that.
+            # Otherwise a round has formed meanwhile, and the supervisor says it again once it has heard of that.
             return
         # The others continue without this node, but use its store.
         entry = {"what": "leaving", "node": -1, "serves": self._rendezvous.serves}
@@ -456,7 +456,7 @@ class PeerNodes:
             return
         self._append("stopped", min(generation, current.generation), **more)
         if generation > current.generation and not current.unheard:
-            # Who waits for that round reads the entry above. Who is in it already reads this one.
+            # Nodes that wait for that round read the entry above. Nodes that are already in it read this one.
             Journal(self._records(), generation).append({"what": "stopped", "node": -1, **more})
 
     def _count_done(self, generation: int) -> None:
@@ -516,7 +516,7 @@ class PeerNodes:
             pass  # the others are already gone
 
     def _await_those_who_hear(self, records: RecordStore, current: Round) -> None:
-        """Wait until the others have read that the store ends. Who has not would take this node for lost."""
+        """Wait until the others have read that the store goes away. A node that has not would take this one for lost."""
         deadline = Deadline(FAREWELL_PATIENCE)
         for rank in range(current.num_nodes):
             if rank != current.rank and rank not in current.gone:
@@ -526,10 +526,10 @@ class PeerNodes:
 
     def _heed_loss(self, loss: Loss) -> None:
         """The neighbour is gone. Called in the pulse's thread."""
-        # Not that of the present round: another one may have just formed, or this one not be known here yet.
+        # Not the current round's generation: another round may have just formed, or this one may not be known here yet.
         generation = loss.neighbour.generation
         if loss.left:
-            # It announced that itself, or had finished.
+            # It announced its departure, or had finished.
             self._requests.put(lambda: self._note_left(generation, loss))
             return
         rank, reason, certain = loss.neighbour.rank, loss.reason, loss.certain
@@ -576,7 +576,7 @@ class PeerNodes:
             self._requests.put(lambda: self._find_store(current))
 
     def _name_of_store_host(self) -> str:
-        """The name of the host that serves the job's store, as it calls itself; empty if that is not known."""
+        """What the host that serves the job's store calls itself; empty if that is not known."""
         if self._rendezvous is None or self._rendezvous.store_host is None:
             return ""
         plan = self._rendezvous.plan
@@ -587,7 +587,7 @@ class PeerNodes:
     def _find_store(self, current: Round) -> None:
         assert self._rendezvous is not None
         if self._round is not current:
-            return  # the nodes have met again meanwhile, where the store is now
+            return  # the nodes have met again meanwhile, at the store's new place
         self._rendezvous.find_store()
         current.unheard = False
         # If only this node had lost the store, the others must be told to form the next round with it.
@@ -652,7 +652,7 @@ class PeerNodes:
                 self._post(PeerEvent(what, node, generation, failures, reason))
 
     def _mark_as_heard(self, current: Round) -> None:
-        """The node that serves the store waits for this mark before it ends."""
+        """The node that serves the store waits for this mark before it exits."""
         if self._reader is not None:
             self._reader.mark(_heard(current.generation, current.rank))
 
@@ -730,5 +730,5 @@ class PeerNodes:
 
 
 def _heard(generation: int, rank: int) -> str:
-    """The key of the mark that a node has read of the end of the store."""
+    """The key of the mark by which a node says it has read that the store goes away."""
     return f"{generation}/heard/{rank}"

@@ -1,4 +1,4 @@
-"""Places of a journal, as ranges: those that one node has withdrawn. Pure."""
+"""The places in a journal that one node has withdrawn, as ranges. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 
-# The oldest ranges are forgotten: whoever still reads there fills the holes.
+# The oldest ranges are forgotten: a reader that is still there fills the holes.
 MAX_RANGES: Final = 256
 
 
@@ -21,7 +21,7 @@ class PlaceRanges:
         self._ranges = ranges or []
 
     def add(self, place: int) -> None:
-        """One more place. They may come in any order, but for those that are forgotten."""
+        """Add a place. Places may come in any order, except those that are forgotten."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted([*self._ranges, (place, place)]):
             if merged and first <= merged[-1][1] + 1:
@@ -42,7 +42,7 @@ class PlaceRanges:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any] | None) -> PlaceRanges:
-        """What another node tells; what is no range in it is left out."""
+        """The ranges in another node's record; anything in it that is not a range is left out."""
         told = (body or {}).get("ranges")
         ranges = told if isinstance(told, list) else []
         return cls(

@@ -1,4 +1,4 @@
-"""How many collectives each worker of a session has begun, and that as a record for the other nodes."""
+"""How many collectives each worker of a session has begun, also as a record for the other nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def to_json(tables: Tables) -> dict[str, dict[str, int]]:
 
 
 def from_json(record: object) -> dict[int, dict[int, int]]:
-    """The tables in a record of another node; empty if it is none."""
+    """The tables in another node's record; empty if the record cannot be read."""
     try:
         assert isinstance(record, dict)
         return {

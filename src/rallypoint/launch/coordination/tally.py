@@ -1,4 +1,4 @@
-"""Which members of a round have succeeded, and what the others report of their failures: kept in the job's store."""
+"""Which members of a round have succeeded, and what the others report about their failures. Kept in the job's store."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from rallypoint.rendezvous.records import MAX_RECORD
 from .journal_reader import Round
 
 
-# So many nodes at most say of the same thing that it has happened to them.
+# At most this many nodes report that the same thing has happened to them.
 MAX_TELLERS = 16
 # An entry carries at most this many failures; the root cause comes first.
 MAX_FAILURES_TOLD = 64
-# Bytes that they may take in a record, and, however many nodes read it, for each of them.
+# The most bytes that failures may take in a record, and how many they may take however many nodes read it.
 _MOST = MAX_RECORD // 2
 _LEAST = 16 * 1024
-# Bytes that all readers of a record together may have to fetch from the host of the job's store.
+# The most bytes that all readers of a record together should fetch from the host of the job's store.
 _ALL_READERS = 64 * 1024 * 1024
-# To so many characters their texts are cut, in turn, until they fit.
+# The failures' texts are cut to these numbers of characters, in turn, until they fit.
 _CUTS = (8000, 2000, 500)
-# Of a chain of exceptions, and of lines, so many are kept then.
+# How many chains of exceptions, links of a chain, and lines are kept then.
 _LONGEST_CHAIN = 8
 
 
 def told(failures: tuple[WorkerFailure, ...], num_nodes: int) -> str:
-    """Failures as a record carries them: the first as it is, if that fits, the others shortened, or left out.
+    """Failures as a record carries them: the first in full, if that fits, the others shortened or left out.
 
     Args:
-        failures: those to blame first.
-        num_nodes: so many nodes may read it.
+        failures: those to blame come first.
+        num_nodes: how many nodes may read the record.
     """
     room = min(_MOST, max(_LEAST, _ALL_READERS // max(1, num_nodes)))
     chosen = failures[:MAX_FAILURES_TOLD]
@@ -63,7 +63,7 @@ def _fits(text: str, room: int) -> bool:
 
 
 def _shortened(failure: WorkerFailure, most: int) -> WorkerFailure:
-    """With texts of at most so many characters, which keep their ends: there the error is."""
+    """The failure with texts of at most ``most`` characters. The traceback and stderr keep their ends, where the error is."""
     raised = failure.raised
     if raised is not None:
         raised = replace(
@@ -110,7 +110,7 @@ class Tally:
         return self._marked("told", set()) >= self._round.num_nodes
 
     def take_turn_to_tell(self, what: str) -> bool:
-        """Count this node among those that have the same to tell. Returns whether others still have to hear it from this one.
+        """Count this node among those with the same thing to tell. Returns whether it still has to tell the others.
 
         If all fail together, the first to say so are enough. If a thousand nodes told each other, that would be a
         million messages.

@@ -31,7 +31,7 @@ class Console:
 
     @classmethod
     def of_streams(cls, stdout: TextIO, stderr: TextIO) -> Console:
-        """For a program whose ``sys.stdout`` may not be descriptor 1, as in a notebook."""
+        """The console of a program whose ``sys.stdout`` may not be descriptor 1, as in a notebook."""
         return cls(
             write_out=None if _is_fd(stdout, 1) else _text_writer(stdout),
             write_err=None if _is_fd(stderr, 2) else _text_writer(stderr),

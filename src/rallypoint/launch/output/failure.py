@@ -8,7 +8,7 @@ handlers, and a peer that loses its connection may die first. So:
 * a failure that only says "my peer is gone" is a symptom if another one says more (:mod:`.symptoms`);
 * a worker that we stopped before it raised anything is a victim, unless it was handling an exception
   at that time and no other worker has an error of its own;
-* a worker whose script ended well is to blame if all others only lost a peer: it left them.
+* a worker whose script succeeded is to blame if all others only lost a peer: it left them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Raised:
     """An exception as data.
 
     Args:
-        type, message, traceback: of the exception; for a ``SystemExit``, of the one being handled.
+        type, message, traceback: those of the exception; for a ``SystemExit``, those of the one being handled.
         at: when the worker reported it, on the monotonic clock of its host.
         timestamp: the same time in seconds since 1970.
         exited: the script called ``sys.exit`` while handling this exception.

@@ -1,7 +1,7 @@
-"""The progress of a job for the one who watches it: a bar in the last row of the terminal, or a line now and then.
+"""Shows the progress of a job: as a bar in the last row of the terminal, or as a line now and then.
 
-Workers write to the terminal themselves, so nobody could put a bar between their lines. The bar has a row of its own: the terminal
-is told to scroll only the rows above it (DECSTBM, which terminals have had since the VT100), as apt does.
+Workers write to the terminal themselves, so a bar cannot be kept between their lines. It has a row of its own: the
+terminal is told to scroll only the rows above it (DECSTBM, which terminals have had since the VT100), as apt does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rallypoint.control.tables import step_words
 from .console import Console
 
 
-# Seconds between two looks of a bar.
+# Seconds between two updates of a bar.
 BAR_INTERVAL = 0.5
-# The first line after so many seconds, the next ones after twice as many each, up to a limit.
+# Seconds until the first line. Each later pause is twice as long as the one before, up to a limit.
 FIRST_LINE, LAST_LINE = 30.0, 600.0
 # A terminal with fewer rows has none to spare.
 LEAST_ROWS = 5
@@ -91,7 +91,7 @@ class Bar:
         self.interval = BAR_INTERVAL
         self._fd = fd
         self._encoding = standard_streams.encoding()
-        self._size: tuple[int, int] | None = None  # for which the last row is reserved
+        self._size: tuple[int, int] | None = None  # the size for which the last row is reserved
 
     def show(self, progress: Mapping[str, Any]) -> None:
         rows, columns = self._look()
@@ -113,7 +113,7 @@ class Bar:
     def _look(self) -> tuple[int, int]:
         try:
             answer = fcntl.ioctl(self._fd, termios.TIOCGWINSZ, bytes(8))
-        except OSError:  # it is gone
+        except OSError:  # the terminal is gone
             return 0, 0
         rows, columns, _, _ = struct.unpack("4H", answer)
         return rows, columns
@@ -126,7 +126,7 @@ class Bar:
             return False
 
     def _write(self, text: str) -> bool:
-        """In one call, so that nothing comes between. Not if it had to wait: after Ctrl-S the terminal takes nothing."""
+        """Write in one call, so that nothing comes in between, unless it would block: after Ctrl-S the terminal takes nothing."""
         poller = select.poll()
         poller.register(self._fd, select.POLLOUT)
         try:

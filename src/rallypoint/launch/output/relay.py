@@ -46,7 +46,7 @@ class Source:
     lost: Callable[[str], None] | None = (
         None  # called with the reason if the file cannot be written
     )
-    record: Callable[[bytes], bytes] | None = None  # makes of a line what is written instead
+    record: Callable[[bytes], bytes] | None = None  # turns a line into what is written instead
     tail: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
     show_at: float | None = None  # without a prefix: when to show an incomplete line

@@ -30,9 +30,9 @@ MAX_SLOW_LINES = 3
 # Nothing is readable in fewer columns: let the terminal wrap.
 MIN_WIDTH = 60
 _FILE = re.compile(r'  File "(.*)", line ')
-# A thread that we have started in a worker.
+# A thread that we start in a worker.
 _OUR_THREAD = "rallypoint/elastic/worker/link.py"
-# What a failure's record says beside its fields.
+# What a failure's record says besides its fields.
 _COMPUTED = {"signal_name", "headline"}
 
 _RED, _BOLD, _DIM, _END = "\033[31m", "\033[1m", "\033[2m", "\033[0m"
@@ -49,11 +49,11 @@ class FailureReport:
         log_folder: where this generation's files are, or None.
         report_file: this report as JSON, or None.
         reason: set if no worker is to blame (the fork server was killed, say).
-        left_early: ranks whose scripts ended well before the others failed, if that may explain the failures.
+        left_early: ranks whose scripts succeeded before the others failed, if that may explain the failures.
         not_replaced: why a lost worker of a session was not replaced in place, in words.
         slow: ranks of this node that were slow, in words.
         lost_hosts: hosts whose nodes the job has lost.
-        engines: what the engines that run this node call the job and the node: by engine, by what it is.
+        engines: what the engines that run this node call the job and the node, by engine and by what is named.
         ends_job: false if only this node has failed, and the job goes on without it.
     """
 
@@ -272,7 +272,7 @@ def _others(victims: Sequence[WorkerFailure]) -> str:
 def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _Paint) -> list[str]:
     half = MAX_TRACEBACK_LINES // 2
     number, most = root.generation + 1, report.max_restarts + 1
-    # Generations that began because nodes came or left are none of the budget.
+    # Generations that began because nodes came or left do not count against the budget.
     attempt = f"attempt {number} of {most}" if number <= most else f"attempt {number}"
     place = (
         f"rank {root.rank} (local rank {root.local_rank}) on {root.host}, pid {root.pid}, {attempt}"
@@ -324,7 +324,7 @@ def _needed_by(victims: Sequence[WorkerFailure], width: int, paint: _Paint) -> l
 
 
 def _mismatch(report: FailureReport) -> str:
-    """Collectives of the ranks that do not match."""
+    """Collectives that do not match between ranks, in words."""
     return collective_waits.mismatch(
         {each.rank: each.collectives for each in report.failures if each.collectives}
     )
@@ -379,7 +379,7 @@ def _is_number(text: str) -> bool:
 
 
 def _with_inner(message: str) -> tuple[str, str]:
-    """Split a message from another process's traceback in it (of a DataLoader's or a pool's worker).
+    """Separate a message from another process's traceback in it (that of a DataLoader's or a pool's worker).
 
     The traceback's last line, which says what happened, stays with the message.
     """
@@ -409,13 +409,13 @@ def _native(stack: str) -> list[str]:
         else:
             (threads[-1] if threads else fault).append(line)
     if current is None or any(_OUR_THREAD in line for line in current):
-        # A signal from outside may reach any thread. The script's is the first, and the last one here.
+        # A signal from outside may reach any thread. The script's thread is the first, which is listed last.
         current = threads[-1] if threads else []
     return [*fault, *_below_the_start(current)]
 
 
 def _below_the_start(lines: Sequence[str]) -> Sequence[str]:
-    """Without the frames that are only how we started the script. They come last: these lines begin with the most recent call."""
+    """The lines without the frames that only started the script. Those come last: the lines begin with the most recent call."""
     frames = [(index, found[1]) for index, line in enumerate(lines) if (found := _FILE.match(line))]
     frames.reverse()
     first = script_frames.beginning([file for _, file in frames])
@@ -521,7 +521,7 @@ _FRAME = re.compile(r'(\s*File ")(.+)(", line \d+.*)')
 
 
 def _fitted(line: str, room: int) -> str:
-    """The line, cut to ``room`` columns; of a frame, the beginning of the path is cut.
+    """The line, cut to ``room`` columns. In a frame, the beginning of the path is cut.
 
     Readers look for the file's name and the line number.
     """

@@ -16,11 +16,11 @@ from .report import FailureReport
 def write_error_files(
     folders: Mapping[int, Path | None], failures: Sequence[WorkerFailure]
 ) -> None:
-    """Write ``error.json`` of each failed worker that did not write its own.
+    """Write ``error.json`` for each failed worker that did not write its own.
 
     Args:
-        folders: of the workers' output, by local rank.
-        failures: of some of these workers.
+        folders: the folders of the workers' output, by local rank.
+        failures: the failures of some of these workers.
     """
     for failure in failures:
         folder = folders[failure.local_rank]

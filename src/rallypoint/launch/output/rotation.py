@@ -13,12 +13,12 @@ from .relay import Sink
 
 
 def writer(fd: int, path: Path, limit: int) -> Sink:
-    """A function that writes whole lines to a file, and begins another one before it grows too large.
+    """A function that writes whole lines to a file, and starts another file before it grows too large.
 
     Args:
-        fd: of the file, for appending; it is that of the newest file from then on.
-        path: of the file.
-        limit: in bytes; 0: none.
+        fd: the file's descriptor, for appending; from then on it is that of the newest file.
+        path: the file's path.
+        limit: the most bytes of a file; 0: no limit.
     """
     write = fd_writer(fd)
     if not limit:

@@ -20,7 +20,7 @@ from rallypoint.launch.config import LogConfig
 
 
 class RunFolder:
-    """The folder of one run, created on construction; with ``/dev/null`` none is.
+    """The folder of one run, created on construction; with ``/dev/null``, none is created.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -30,7 +30,7 @@ class RunFolder:
         self._has_output = config.redirects.any() or config.tee.any()
         self._keep = config.folder is not None or self._has_output
         self.path: Path | None = None
-        self._newest: Path | None = None  # of a generation or a loss
+        self._newest: Path | None = None  # the newest folder of a generation or a loss
         # The user asked for output but does not know this temporary folder: print its path.
         self.is_news = config.folder is None and self._keep
         if config.folder == os.devnull:
@@ -78,7 +78,7 @@ class RunFolder:
         return path
 
     def note_ranks(self, attempt: Path | None, ranks: Mapping[int, int]) -> None:
-        """Write which ranks the local ranks of a generation are, if there is output of theirs.
+        """Write down the rank of each local rank in a generation, if there is output.
 
         Args:
             attempt: as :meth:`generation` returned it.

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 # How Python begins a traceback.
 BEGINNING = "Traceback (most recent call last):"
 _FRAME = re.compile(r'[ |+]*File "(.*)", line \d+')
-# Installed packages, Python's own modules, and code that no file holds.
+# Installed packages, Python's own modules, and code that is not in a file.
 _OF_OTHERS = re.compile(r"/(?:site-packages|dist-packages|lib/python3\.\d+)/|^<")
 
 
 def of(traceback: str, most: int) -> list[str]:
     """The stack without its first line and without the message, in at most ``most`` lines.
 
-    If it is too long, ``^^^`` markers, blank lines and headings go first; then frames of installed packages, but for the last
-    frame; then the user's outer frames. A line says how much is left out.
+    If it is too long, ``^^^`` markers, blank lines and headings go first; then frames of installed packages, except for
+    the last frame; then the user's outer frames. A line says how much is left out.
     """
     lines = _stack(traceback)
     if len(lines) > most:
@@ -57,7 +57,7 @@ def _chosen(lines: Sequence[str], most: int) -> list[str]:
 
 
 def _frames(lines: Sequence[str]) -> list[list[str]]:
-    """Each with the lines that follow it. What precedes the first one is one by itself."""
+    """Each frame with the lines that follow it. Lines before the first frame count as one of their own."""
     frames: list[list[str]] = []
     for line in lines:
         if not frames or _FRAME.match(line):

@@ -1,7 +1,7 @@
 """What a failure says about its origin: an error of its own, or only that a peer is gone.
 
-When one worker of a job fails, its peers fail too, and often die earlier: their connections break
-while it still cleans up. So failures are ranked by what they say (:class:`Says`), then by time.
+When one worker of a job fails, its peers fail too, and often die earlier: their connections break while it is still
+cleaning up. So failures are ranked by what they say (:class:`Says`), then by time.
 
 The messages are those of Gloo, NCCL, TCPStore and sockets in torch 2.13, and of this package.
 """
@@ -65,8 +65,8 @@ _CONNECTION = re.compile(
 )
 _CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
 _CONNECTION_TYPES |= {"ConnectionAbortedError"}
-# Types that libraries for several processes raise; and what only such a library says, in whatever type it is passed on. An
-# error of another type that sounds like a lost peer is of a client of a database or a web service, or of a setting.
+# Types that multi-process libraries raise, and text that only such a library produces, whatever type carries it. An error
+# of another type that sounds like a lost peer comes from a client of a database or a web service, or from a setting.
 _GENERAL_TYPES = {
     *("RuntimeError", "Exception", "SystemError", "C++ exception", "EOFError"),
     *("OSError", "ConnectionError", "TimeoutError", "socket.timeout"),
@@ -87,7 +87,7 @@ _ORDINARY = {
 
 
 def says(link: Link) -> Says:
-    """Classify one exception by itself."""
+    """Classify one exception on its own."""
     kind, message = link
     if not (
         kind in _GENERAL_TYPES

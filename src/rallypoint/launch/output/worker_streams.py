@@ -35,7 +35,7 @@ class WorkerStreams:
 
     stdout: int
     stderr: int
-    folder: Path | None = None  # of its files
+    folder: Path | None = None  # where its files are
     sources: list[Source] = field(default_factory=list)
     stderr_source: Source | None = None
     stderr_file: Path | None = None
@@ -48,7 +48,7 @@ class WorkerStreams:
         self.to_close.clear()
 
     def relabel(self, prefix: str, origin: Origin) -> None:
-        """The worker has another rank from now on. Arguments as of :meth:`StreamFactory.open`."""
+        """The worker has another rank from now on. Arguments as for :meth:`StreamFactory.open`."""
         for source in self.sources:
             if source.prefix:
                 source.prefix = os.fsencode(prefix)
@@ -107,7 +107,7 @@ def route_of(
     Args:
         config: the user's settings.
         which: stdout or stderr.
-        local_rank: of the worker.
+        local_rank: the worker's local rank.
         has_folder: False with ``--log-dir /dev/null``: nothing is redirected to files.
         to_descriptor: whether the console is a descriptor, not a notebook's text stream.
     """
@@ -154,9 +154,9 @@ class StreamFactory:
         """Open the descriptors of one worker, and create its folder.
 
         Args:
-            local_rank: of the worker.
-            prefix: of teed lines.
-            origin: of its lines, if they are written as records.
+            local_rank: the worker's local rank.
+            prefix: the prefix of teed lines.
+            origin: the origin of its lines, if they are written as records.
 
         Raises:
             LaunchError: its folder or files cannot be created.

@@ -1,4 +1,4 @@
-"""What the supervisor is to do."""
+"""The commands that the supervisor executes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class HoldWorkers:
-    """A node is lost: those in a session wait until the nodes have met again."""
+    """A node is lost: the workers in a session wait until the nodes have met again."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepWorkers:
-    """The nodes have met again: tell those in a session where to meet, and start a worker in place of each of ``lost``."""
+    """The nodes have met again: tell the workers in a session where to meet, and start a worker in place of each of ``lost``."""
 
     lost: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Start a worker in place of a lost one, and tell those in a session. None: another node does."""
+    """Start a worker in place of a lost one, and tell the workers in a session. None: another node starts it."""
 
     index: int | None
 
@@ -76,7 +76,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TellPeers:
-    """``failed``, ``done``, ``stopped`` (the job), ``leaving`` (this node), ``in session``, ``out of session`` or ``not kept``."""
+    """``failed``, ``done``, ``stopped`` (job), ``leaving`` (this node), ``in session``, ``out of session`` or ``not kept``."""
 
     what: str
 
@@ -87,7 +87,7 @@ class ReportRestart:
 
     Args:
         not_replaced: why a lost worker of a session was not replaced in place, in words.
-        alone: only those of this node are: the others go on.
+        alone: only this node's workers are restarted; the others go on.
     """
 
     not_replaced: str = ""

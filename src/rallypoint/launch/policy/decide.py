@@ -181,7 +181,7 @@ def decide(now: float, state: State, event: Event) -> Decision:
 
 
 def _refilled(now: float, state: State) -> State:
-    """Restarts that were long ago count no longer."""
+    """The state without the restarts that are too long ago to count."""
     if not state.restart_window:
         return state
     charged = tuple(at for at in state.charged if now - at < state.restart_window)
@@ -248,14 +248,14 @@ def _node_waits(now: float, state: State) -> Decision:
 
 
 def _node_gone(now: float, state: State, why: str, *, is_own: bool) -> Decision:
-    # This one may be the lost one: if the others have not gone on without it, its workers are as good as theirs.
+    # This node may be the lost one. If the others have not gone on without it, its workers are as good as theirs.
     not_kept = sessions.why_not_kept(state)
     if not not_kept and state.nodes > 1:
         return _meet_again(state, why)
     if not is_own:
         state = with_reason(state, not_kept)
     if state.phase in {Phase.STOPPING, Phase.SWEEPING} and state.formed is not None:
-        # The round that was to follow has lost a member.
+        # The next round lost a member before it began.
         state = replace(state, formed=None, is_joining=False)
     return _membership_changed(now, state, why, fatal=True)
 
@@ -294,7 +294,7 @@ def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: b
     elif state.phase is Phase.STOPPING:
         commands: tuple[Command, ...] = ()
         if failed and not symptom and state.verdict is Verdict.SUSPECT and state.signal is None:
-            # The cause arrives after its consequence. (Told to stop, the worker most likely ends of the same signal.)
+            # The cause arrives after its consequence. (In a job told to stop, the worker most likely died of the same signal.)
             aim, verdict = after_failure(state, symptom)
             state = replace(state, aim=overruled(state.aim, aim), verdict=verdict)
             commands = (TellPeers("failed"),) if state.num_nodes > 1 else ()

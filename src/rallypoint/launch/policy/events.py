@@ -11,19 +11,19 @@ class RoundFormed:
 
     Args:
         num_workers: how many to start on this node.
-        generation: the job's.
+        generation: the job's generation.
         restarts: how much of the job's budget is used.
-        ages: with a window, how many seconds ago these restarts were; one that leads to this round is not among them.
+        ages: with a window, how many seconds ago each of these restarts was; one that leads to this round is not among them.
         serves: this node serves the job's store.
         nodes: how many are in the round.
-        keepers: ranks of the nodes that keep their workers; the others' take over lost ones. None: all start anew.
-        bare: those of them that have said that none of their workers has the session's state.
-        is_keeper: this node is one of them.
-        is_bare: and of those.
+        keepers: ranks of the nodes that keep their workers; the others' workers take over lost ones. None: all start afresh.
+        bare: the keepers that have said that none of their workers has the session's state.
+        is_keeper: this node is a keeper.
+        is_bare: this node is one of ``bare``.
         replaced: how many workers were replaced since the session began, if any node keeps its own.
-        not_kept: why all start anew although some held their workers, in words.
-        relied_on: newcomers may find what they need to run the script's set-up with this node alone.
-        grows: this node's workers come in addition to those that are kept: they take nobody's place.
+        not_kept: why all start afresh although some nodes held their workers, in words.
+        relied_on: this node may be the only one that has what newcomers need to run the script's set-up.
+        grows: this node's workers come in addition to those that are kept; they take nobody's place.
     """
 
     num_workers: int
@@ -48,8 +48,8 @@ class WorkerEnded:
 
     Args:
         symptom: it only reports a lost peer, or the supervisor stopped it.
-        again: it raised what a replaced one had raised at the same step, and so would another one in its place.
-        refused: its session cannot be kept, and that of another one in its place could not, either.
+        again: it raised what a replaced worker had raised at the same step, and another one in its place would, too.
+        refused: its session cannot be kept, nor could that of another worker in its place.
     """
 
     index: int
@@ -92,7 +92,7 @@ class SessionLeft:
 
 @dataclass(frozen=True, slots=True)
 class NodeInSession:
-    """All workers of a node are in a session; or, if not ``inside``, one of them has left it. Of this node, too."""
+    """All workers of a node, which may be this one, are in a session; or, if not ``inside``, one of them has left it."""
 
     node_rank: int
     inside: bool
@@ -100,11 +100,11 @@ class NodeInSession:
 
 @dataclass(frozen=True, slots=True)
 class LossTold:
-    """Several nodes: all are told that a worker of a session is lost, in the same order.
+    """Several nodes: a worker of a session is lost. All nodes are told of losses in the same order.
 
     Args:
-        node_rank: where.
-        index: its local index, if it is this node's.
+        node_rank: the node that lost it.
+        index: its local index, if it is this node's worker.
         survivors: whether other workers of that node are in the session.
     """
 
@@ -124,10 +124,10 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class JobHangs:
-    """Nothing moves, or another node has found that out, and the job is not to go on like that.
+    """This node or another has found that nothing moves, and the job must not go on like that.
 
     Args:
-        is_own: this node has found it out.
+        is_own: this node has found it.
         restarts: all workers are restarted while restarts are left; otherwise the job fails in any case.
     """
 
@@ -150,7 +150,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class NotKept:
-    """The round counts on workers that a node has had to stop. From all nodes, this one included."""
+    """A node, which may be this one, has had to stop workers that the round counts on."""
 
     node_rank: int
 
@@ -169,12 +169,12 @@ class SessionExpected:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionAsked:
-    """A node asks to be admitted, and there is room. Only where the others are told of it; repeated."""
+    """A node asks to be admitted, and there is room. Repeated, and only on the node that tells the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeWaiting:
-    """A node is to be admitted. From all nodes, this one included."""
+    """A node is to be admitted. All nodes are told so, including the one that tells them."""
 
 
 @dataclass(frozen=True, slots=True)

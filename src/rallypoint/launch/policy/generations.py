@@ -25,7 +25,7 @@ from .state import Aim, Phase, State, Verdict
 
 # Processes that outlive all workers (daemons, forgotten children) get SIGTERM and this long.
 LEFTOVER_GRACE = 1.0
-# Why nobody's worker is kept.
+# Why no worker is kept.
 OVER = "another worker has left the session"
 RECORDS_LOST = "it may have had the last copy of the set-up record that new workers need, as the store that held it is lost"
 # The workers are asked a second time this long before the moment ends.
@@ -89,7 +89,7 @@ def _charged(now: float, state: State, event: RoundFormed) -> State:
 
 
 def _formed_early(state: State, event: RoundFormed) -> Decision:
-    """A round formed that this node was to be in, but its workers are being stopped."""
+    """A round that this node was to be in has formed while its workers are being stopped."""
     why = f"round {event.generation} formed while {state.phase}"
     if not state.is_joining:
         return Decision(state, (), why)
@@ -104,7 +104,7 @@ def _formed_early(state: State, event: RoundFormed) -> Decision:
 
 
 def with_reason(state: State, why: str) -> State:
-    """Remember why a lost worker is not replaced. The first reason counts, and none in a job without sessions."""
+    """Remember why a lost worker is not replaced. The first reason counts. In a job without sessions, none does."""
     seen = state.kept | state.arriving | state.lost | state.in_session
     if state.phase is not Phase.RUNNING or not (seen or state.has_left):
         return state
@@ -126,7 +126,7 @@ def _met_again(now: float, state: State, event: RoundFormed) -> Decision:
     lost = tuple(sorted(state.lost))
     tells: tuple[Command, ...] = ()
     if lost and not state.kept and not event.is_bare:
-        # The last worker that had the state was lost since this node said that it has one. The others must know.
+        # The last worker with the state was lost after this node had said that it has one. The others must know.
         *lost_before, last = lost
         lost, tells = tuple(lost_before), (TellLoss(last, survivors=False),)
     new = replace(
@@ -155,7 +155,7 @@ def _why_none_is_kept(state: State, event: RoundFormed) -> str:
 
 
 def _among_keepers(state: State, event: RoundFormed) -> State:
-    """In a round in which some nodes keep their workers. The others are about to enter the session, and have no state yet."""
+    """For a round in which some nodes keep their workers. The others' are about to enter the session and have no state yet."""
     assert event.keepers is not None
     nodes = frozenset(range(event.nodes))
     bare = nodes - event.keepers | event.bare
@@ -185,7 +185,7 @@ def stop(
     commands: list[Command] = []
     order = list(Verdict)
     state = replace(state, verdict=max(state.verdict, verdict, key=order.index))
-    # Others have heard that this node was told to stop or to leave. A failure now would be held against them.
+    # The others have heard that this node was told to stop or to leave. A failure now would be charged to them.
     late = tell == "failed" and state.signal is not None
     if tell is not None and state.num_nodes > 1 and not late:
         commands.append(TellPeers(tell))
@@ -200,7 +200,7 @@ def stop(
     if state.phase is Phase.STOPPING:
         return Decision(replace(state, aim=overruled(state.aim, aim)), tuple(commands), why)
     aim = overruled(state.aim, aim)
-    # If no worker is left to report the cause, another node may be: as a failure of its own, or by being lost.
+    # If no worker is left to report the cause, another node may still do so: by failing itself, or by being lost.
     may_be_told = state.running or (state.verdict is Verdict.SUSPECT and state.nodes > 1)
     listens = symptom and state.moment > 0 and may_be_told
     if listens and state.phase is Phase.LISTENING:
@@ -239,7 +239,7 @@ def overruled(aim: Aim, by: Aim) -> Aim:
 
 
 def swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str = "") -> Decision:
-    """No process of the generation is left: the next one, or the end."""
+    """No process of the generation is left: go on to the next one, or end."""
     if state.phase is not Phase.SWEEPING:
         return Decision(state, commands, why or f"swept while {state.phase}")
     if state.aim is Aim.RESTART:
@@ -253,7 +253,7 @@ def swept(now: float, state: State, commands: tuple[Command, ...] = (), why: str
             is_joining=False,
             formed=None,
         )
-        # In a round that has formed without this node, or in which it is a newcomer.
+        # The next round has formed without this node, or has it as a newcomer.
         alone = state.is_joining if state.formed is None else state.formed.keepers is not None
         commands = (*commands, ReportRestart(state.not_replaced, alone))
         if state.formed is not None:

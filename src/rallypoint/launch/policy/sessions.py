@@ -13,10 +13,10 @@ from .generations import OVER, RECORDS_LOST, after_failure, stop, with_reason
 from .state import Phase, State
 
 
-# Whether it holds, and in words.
+# Whether a reason holds, and the reason in words.
 _Reason: TypeAlias = "tuple[bool, str]"
 
-# Seconds after the start of the workers: if they are in no session by then, nodes that come are not kept waiting for it.
+# Seconds after the start of the workers. If they are in no session by then, arriving nodes no longer wait for it.
 _SET_UP = 300.0
 _NOBODY = "no remaining worker has the session's state"
 
@@ -54,9 +54,9 @@ def why_not_kept(state: State) -> str:
 
 
 def why_nobody_is_admitted(now: float, state: State) -> str:
-    """Why a node that asks is not admitted now. Empty: it is.
+    """Why a node that asks is not admitted now. Empty: it is admitted.
 
-    Before the workers are in their session, and once it has ended, all of them would have to start anew.
+    Before the workers are in their session, and after it has ended, admission would make all of them start afresh.
     """
     is_beginning = (
         state.expects_session
@@ -73,7 +73,7 @@ def why_nobody_is_admitted(now: float, state: State) -> str:
 
 
 def _outside(state: State, workers: frozenset[int]) -> tuple[_Reason, _Reason]:
-    """Some of these workers, or those of other nodes, are not in the session."""
+    """Reasons that hold if some of these workers, or of other nodes' workers, are not in the session."""
     here = workers - state.kept - state.arriving
     nodes = frozenset(range(state.nodes)) - state.in_session if state.num_nodes > 1 else frozenset()
     words = "not all workers are in the session (missing: {})"
@@ -88,7 +88,7 @@ def _first(*reasons: _Reason) -> str:
 
 
 def lose_worker(now: float, state: State, index: int) -> Decision:
-    """Replace this worker; with several nodes, once all are told."""
+    """Replace this worker; with several nodes, only once all have been told."""
     why = f"worker {index} failed; the others keep what they have"
     if state.num_nodes == 1:
         return _replace_worker(now, state, index, why)
@@ -137,7 +137,7 @@ def leave(now: float, state: State, index: int) -> Decision:
     commands = (TellPeers("out of session"),) if told else ()
     why = f"worker {index} left its session"
     if state.phase is Phase.RUNNING and state.arriving:
-        # It left just when another one was lost, whose successor would wait for it.
+        # It left just as another worker was lost, whose replacement would wait for it.
         new = with_reason(new, f"{OVER} meanwhile")
         aim, verdict = after_failure(new, symptom=False)
         return stop(now, new, aim, why, tell="failed", verdict=verdict)
@@ -145,7 +145,7 @@ def leave(now: float, state: State, index: int) -> Decision:
 
 
 def note_node(state: State, node_rank: int, inside: bool) -> Decision:
-    """All workers of a node are in a session, or no longer."""
+    """All workers of a node are in a session, or no longer are."""
     node = frozenset({node_rank})
     if inside:
         new = replace(
@@ -159,7 +159,7 @@ def note_node(state: State, node_rank: int, inside: bool) -> Decision:
 
 
 def note_loss(now: float, state: State, event: LossTold) -> Decision:
-    """Another worker takes the lost one's place if all nodes can keep theirs, and anyone has the state."""
+    """Another worker takes the lost one's place if all nodes can keep theirs, and some worker has the state."""
     why = f"a worker of node {event.node_rank} is lost"
     if state.phase is Phase.REJOINING:
         return Decision(state, (), f"{why} while the nodes meet again")

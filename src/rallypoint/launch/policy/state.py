@@ -46,43 +46,43 @@ class State:
         grace: seconds between SIGTERM and SIGKILL.
         moment: seconds after a symptom in which another worker may report the cause, before SIGTERM.
         num_nodes: with one node there are no peers to wait for.
-        elastic: members may come and go; else a lost node is the end.
+        elastic: members may come and go; otherwise a lost node ends the job.
         serves: this node serves the job's store.
         restarts: how much of the budget is used.
         restart_window: seconds after which a restart no longer counts; 0: it always does.
-        charged: with a window, when the restarts were that count.
+        charged: with a window, the times of the restarts that count.
         verdict: what this generation's end means for the budget.
         running: local indices of workers that have not ended.
-        kill_at: STOPPING: when SIGKILL is due. LISTENING: when its next step is due.
+        kill_at: STOPPING: when SIGKILL is due. LISTENING: when the next step is due.
         asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
         stops_job: all nodes have received it.
         passed: signals for the workers alone; the job continues.
-        sigterm_repeats: SIGTERM may come several times for one reason, as from Slurm: then it hurries nobody.
+        sigterm_repeats: SIGTERM may arrive several times for one reason, as from Slurm; a repeat hurries nobody.
         max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
         kept: local indices of workers in a session.
         arriving: local indices of workers that take a lost one's place and have not entered their session.
         losses: when workers were replaced, on any node.
-        replaced: how many since the round formed, on all nodes.
-        lost: local indices of workers whose loss was told to all nodes, and not read yet.
+        replaced: how many workers were replaced since the session began, on all nodes.
+        lost: local indices of workers whose loss was told to all nodes but not read back yet.
         nodes: how many are in the round.
         in_session: ranks of the nodes whose workers have all entered a session.
-        without_survivors: those of them whose workers are all to be replaced.
+        without_survivors: the nodes among them whose workers are all to be replaced.
         said_in_session: this node has told the others that its workers are in a session.
         has_left: a worker's session has ended.
         not_replaced: why a lost worker of a session is not replaced in place, in words.
-        is_sharded: no other worker has the state of this node's: what is lost with a node cannot be had.
+        is_sharded: no other worker has the state of this node's: what is lost with a node cannot be restored.
         resizes: all workers of this node that are in the session can go on with another number of ranks.
-        comes: the workers of this node are to come to a session that is under way, and have not met the others.
-        said_whole: as the nodes were to meet again, this node had lost no worker.
-        relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on.
+        comes: this node's workers are joining a session in progress, and have not met the others yet.
+        said_whole: when the nodes had to meet again, this node had lost no worker.
+        relied_on: this node's workers may be the only ones that have what newcomers need, and may not have passed it on yet.
         began: when the round formed.
         expects_session: this node's workers will probably enter a session.
         is_ending: the session of another node has ended.
-        is_extra: they take nobody's place: the others go on without them.
+        is_extra: this node's workers take nobody's place, so the others can go on without them.
         fails_alone: this node fails, and the others go on without it.
-        is_joining: this node is to be in the next round already, while it ends its workers.
-        formed: that round, if it has formed meanwhile.
+        is_joining: this node is already on its way to the next round, while its workers are held or being stopped.
+        formed: the next round, if it has formed meanwhile.
     """
 
     max_restarts: int
@@ -139,9 +139,9 @@ class State:
 
 
 def is_past(state: State, generation: int) -> bool:
-    """Whether news about a generation come too late: workers of a later one run, and the loss of a node was that of the earlier one.
+    """Whether news of a generation comes too late: workers of a later one run, and a node's loss concerned the earlier one.
 
-    Where the nodes are about to meet, news of the last one still count.
+    While the nodes are about to meet, news of the last generation still counts.
     """
     return generation < state.generation - (state.phase is Phase.JOINING)
 

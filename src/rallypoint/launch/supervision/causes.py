@@ -16,9 +16,9 @@ class WhyFailed(NamedTuple):
     """Why the job has failed.
 
     Args:
-        failures: those to blame first.
-        reason: in words, what else is the reason; or nothing.
-        left_early: ranks whose scripts ended well before the others failed; empty if that explains nothing.
+        failures: those to blame come first.
+        reason: what else is the reason, in words; may be empty.
+        left_early: ranks whose scripts succeeded before the others failed; empty if that explains nothing.
     """
 
     failures: tuple[WorkerFailure, ...]
@@ -31,10 +31,10 @@ class Causes:
     """What has gone wrong.
 
     Args:
-        failures: of this node's workers, those to blame first.
-        left_early: of this node's workers, those that did not fail and ended before any was stopped.
-        of_peers: what other nodes have told of theirs.
-        not_of_workers: in words, if no worker is to blame.
+        failures: those of this node's workers, those to blame first.
+        left_early: the ends of this node's workers that did not fail and ended before any was stopped.
+        of_peers: the failures that other nodes have reported.
+        not_of_workers: the cause in words, if no worker is to blame.
         lost: which node or fork server is gone, in words.
         broken: why this node cannot continue.
     """
@@ -47,7 +47,7 @@ class Causes:
     broken: str = ""
 
     def begin(self) -> None:
-        """Workers start: what was before is over."""
+        """Workers start: forget what was before."""
         self.not_of_workers = self.lost = self.broken = ""
         self.of_peers = ()
 
@@ -56,7 +56,7 @@ class Causes:
         self.lost = self.lost or words
 
     def note_peers(self, failures: tuple[WorkerFailure, ...]) -> bool:
-        """Another node's workers have failed. Returns whether these only report that they were stopped, or lost a peer."""
+        """Another node's workers have failed. Returns whether the failures only report that they were stopped, or lost a peer."""
         is_echo = bool(failures) and all(each.is_echo() for each in failures)
         if not (is_echo and self.of_peers):
             self.of_peers = failures
@@ -64,14 +64,14 @@ class Causes:
 
     @property
     def of_this_node(self) -> str:
-        """What this node tells the others, beside its failures."""
+        """What this node tells the others besides its failures."""
         return self.not_of_workers or self.broken
 
     def why_leaving(self, failures: tuple[WorkerFailure, ...]) -> str:
         """Why this node leaves a job that goes on without it; empty if it was told to.
 
         Args:
-            failures: of its workers.
+            failures: those of its workers.
         """
         if self.of_this_node or not failures:
             return self.of_this_node
@@ -79,15 +79,15 @@ class Causes:
         return f"rank {first.rank} {in_a_line(first)}"
 
     def why_all_restart(self, state: State, not_replaced: str = "", *, alone: bool = False) -> str:
-        """A line for people.
+        """A line that tells people why workers restart.
 
         Args:
-            state: of the new generation, with the old one's verdict.
+            state: the new generation's, with the old one's verdict.
             not_replaced: why a lost worker of a session was not replaced in place.
             alone: only this node's workers are restarted.
         """
         end = f"; not replaced: {not_replaced}" if not_replaced and not alone else ""
-        # In a round that has formed already, it is counted as none.
+        # A round that has already formed has reset the verdict to NONE.
         if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
             which = "this node's" if alone else "all"
             return f"{self.lost or 'a node joined or left'}; restarting {which} workers{end}"
@@ -115,7 +115,7 @@ class Causes:
         Args:
             of_nodes: what all nodes have reported (:attr:`ends`), if there are several; empty if reports are missing.
         """
-        # If reports are missing: use what other nodes told, which may include the cause.
+        # If reports are missing, use what other nodes have told, which may include the cause.
         ordered = in_order_of_blame(of_nodes or (*self.of_peers, *self.ends))
         if all(each.left_early for each in ordered):
             ordered = ()  # nobody needed them

@@ -1,7 +1,7 @@
 """Losses that strike as soon as a session trains.
 
-Workers begin to train together before each supervisor has heard that those of all other nodes are in their session, too. A loss of
-that moment is decided once it has: otherwise a worker that could be replaced would end the job.
+Workers start to train together before each supervisor has heard that those of all other nodes are in their session, too. A
+loss at that moment waits until the supervisor has heard. Otherwise, a worker that could be replaced would end the job.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .event_loop import EventLoop
 from .situation import Situation
 
 
-# For this long the news of other nodes may be on their way.
+# How long news from other nodes may be on its way.
 PATIENCE = 2.0
 
 
 class EarlyLosses:
-    """Holds them back.
+    """Holds such losses back.
 
     Args:
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         decide: decides on an event.
     """
 
@@ -36,7 +36,7 @@ class EarlyLosses:
         self._held: list[policy.Event] = []
 
     def decide(self, loss: policy.WorkerEnded | policy.PeerLost) -> None:
-        """Decide on a loss, now or as soon as the news are there."""
+        """Decide on a loss, now or as soon as the news has arrived."""
         is_own = isinstance(loss, policy.PeerLost) and loss.is_own
         if not is_own and policy.awaits_sessions(self._now.state):
             self._held.append(loss)

@@ -21,18 +21,18 @@ class EventLoop:
         self._timers: list[tuple[float, Callable[[], None]]] = []
 
     def watch(self, file: int | HasFileno, wanted: int = select.POLLIN) -> None:
-        """Wait for a descriptor from now on. A second call changes what for."""
+        """Wait for a descriptor from now on. A second call changes the events to wait for."""
         self._poller.register(file, wanted)
 
     def forget(self, file: int | HasFileno) -> None:
-        """Wait for it no longer. Does nothing if it is closed, or not watched."""
+        """Stop waiting for a descriptor. Does nothing if it is closed or not watched."""
         try:
             self._poller.unregister(file)
         except (KeyError, ValueError):
             pass
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call ``call`` in :meth:`call_due` once this time is over."""
+        """Call ``call`` in :meth:`call_due` once this time has passed."""
         self._timers.append((clock.MONOTONIC.now() + seconds, call))
 
     def wait(self, until: float | None = None) -> set[int]:

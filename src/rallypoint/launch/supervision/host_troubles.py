@@ -19,10 +19,10 @@ _PATIENCE = 5.0
 
 
 class HostTroubles:
-    """Notes troubles, and writes them to the list: in a thread, because a network file system may stand still.
+    """Notes troubles and writes them to the list, in a thread because a network file system may hang.
 
     Args:
-        path: of the list; None: there is none.
+        path: the list's path; None: there is no list.
         say: prints a line for the user.
 
     Attributes:
@@ -38,7 +38,7 @@ class HostTroubles:
         self._problem = ""
 
     def note_loss(self, host: str, incident: str, why: str) -> None:
-        """A host is lost, whichever node says so. One without a name is not noted."""
+        """A host is lost, whichever node says so. A host without a name is not noted."""
         if host:
             self._note(Trouble(host=host, kind=Kind.LOST, incident=incident, why=why))
 
@@ -77,7 +77,7 @@ class HostTroubles:
                 self._problem = str(error)
 
     def close(self) -> None:
-        """Wait until all is written, for a moment."""
+        """Wait, for a limited time, until everything is written."""
         if self._writer is not None:
             self._due.put(None)
             self._writer.join(Deadline(_PATIENCE).remaining())

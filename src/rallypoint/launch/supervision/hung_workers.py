@@ -32,10 +32,10 @@ class HungWorkers:
     Args:
         config: what runs.
         coordination: the other nodes.
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         ask: sends the fork server a request.
-        awaits_newcomers: whether this node's workers are yet to be told to meet those that have come.
+        awaits_newcomers: whether this node's workers have yet to be told to meet newcomers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HungWorkers:
             self._look(ready.generation)
 
     def _look(self, generation: int) -> None:
-        """See whether a worker hangs; and again in a while."""
+        """See whether a worker hangs, and look again in a while."""
         state = self._now.state
         if generation != state.generation or state.phase is not Phase.RUNNING:
             return
@@ -80,17 +80,17 @@ class HungWorkers:
                 self.hear_of_standstill(0, state.replaced, tables)
 
     def _progress(self) -> Tables | None:
-        """How far the workers of this node are that are in a session; None unless all are, or are on their way to it.
+        """How far this node's workers in a session have come; None unless all workers are in it, or on their way to it.
 
-        Those on their way need not be slow of themselves: what they wait for may be held by a worker that hangs. But who has not been
-        told to meet them is not late.
+        Those on their way need not be slow themselves: a worker that hangs may hold up what they wait for. But workers
+        that have not been told to meet them are not late.
         """
         state = self._now.state
         if state.lost or not state.running or not state.running <= state.kept | state.arriving:
             return None
         if self._awaits_newcomers():
             return None
-        # The memory of one that is on its way still says how far the lost one was.
+        # The memory of a worker that is on its way still says how far the lost one had come.
         return {
             worker.ranks.rank: progress.read(worker.memory_fd)
             for index, worker in enumerate(self._now.workers)
@@ -98,7 +98,7 @@ class HungWorkers:
         }
 
     def hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
-        """The workers of a node stand still. If all do, this node ends its own that the others wait for."""
+        """The workers of a node stand still. If all nodes' do, this node ends those of its own that the others wait for."""
         state = self._now.state
         if self._standstill is None or state.phase is not Phase.RUNNING:
             return
@@ -109,15 +109,15 @@ class HungWorkers:
         mine = self._progress()
         for worker in self._now.workers:
             rank = worker.ranks.rank
-            # It may have gone on since this node said that it stands still.
+            # It may have gone on since this node said that it stood still.
             if rank in hanging and mine is not None and mine.get(rank) == together[rank]:
                 self._end(worker, "the others waited for it in a collective")
-            # It has begun what the others wait in, and was stopped amid that.
+            # It has begun the collective that the others wait in, and was stopped during it.
             elif not hanging and process.state(worker.pid) == "T":
                 self._end(worker, "it was stopped (SIGSTOP), and nothing has moved")
 
     def _end(self, worker: Worker, why: str) -> None:
-        """SIGABRT has it report where it is; SIGKILL follows."""
+        """SIGABRT makes it report where it is; SIGKILL follows."""
         if worker.hung:
             return
         worker.hung = f"{why} for {self._config.step_timeout:g} s"

@@ -1,7 +1,7 @@
-"""What workers import: told to the fork server, and by node 0 to nodes that wait.
+"""Passes on what workers import: to the fork server and, from node 0, to nodes that wait.
 
-A node that takes a lost one's place has run no worker yet. It has learned from the others what its workers will import, and has
-imported that by then: else survivors would wait for it.
+A node that takes a lost one's place has run no worker yet. By then it has learned from the others what its workers will
+import, and has imported that: otherwise, survivors would wait for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .event_loop import EventLoop
 from .situation import Situation
 
 
-# Workers import one package after the other when they begin: seconds until nodes that wait are told of all.
+# Seconds until waiting nodes are told of all imports: workers import one package after the other when they start.
 DELAY = 1.0
 
 
@@ -27,8 +27,8 @@ class ImportNews:
 
     Args:
         config: what runs.
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         coordination: the other nodes.
         server: the line to the fork server.
     """
@@ -50,21 +50,21 @@ class ImportNews:
         self._is_due = False
 
     def note(self, told: dict[str, Any]) -> None:
-        """A worker of this node has imported a package, or does."""
+        """A worker of this node has imported a package, or is importing it."""
         self._server.send({"do": "learn", **told})
         self._add(learning.reports_in([told]))
 
     def heed(self, advice: Advice) -> None:
-        """This node waits; the others' workers have imported these."""
+        """This node waits, and hears what the others' workers have imported."""
         for new in self._add(learning.reports_in(advice.body.get("imports"))):
             self._server.send({"do": "learn", **new.to_json()})
 
     def note_round(self) -> None:
-        """A round has formed, maybe around another store."""
+        """A round has formed, maybe with another store."""
         self._tell_soon()
 
     def _add(self, reports: list[Report]) -> list[Report]:
-        """Take note of reports. Returns those that are new."""
+        """Note reports. Returns those that are new."""
         room = learning.MOST_REPORTS - len(self._known)
         new = [each for each in reports if each not in self._known][:room]
         self._known += new

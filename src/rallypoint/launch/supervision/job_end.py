@@ -1,4 +1,4 @@
-"""How the job ends on a node: the other nodes' failures are gathered, the report is written, and the end is told."""
+"""How the job ends on a node: the other nodes' failures are gathered, the report is written, and the end is announced."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Outcome:
 
     Args:
         aim: success, failure or a signal.
-        report: of the last generation, if it failed.
+        report: the report on the last generation, if it failed.
         signal: the signal that ended it, or None.
         results: function launches: the result bytes of each local worker, in rank order.
-        first_rank: the rank of the first of them.
+        first_rank: the rank of the first local worker.
         generation: the last one.
-        ends_job: whether the job has ended with this node, and does not go on without it.
+        ends_job: whether the job ends with this node, rather than going on without it.
         troubles: what happened to hosts on the way.
     """
 
@@ -56,18 +56,18 @@ class JobEnd:
     """The end of the job on one node.
 
     Args:
-        config: of the job.
+        config: the job's config.
         coordination: the other nodes.
         causes: what has gone wrong.
-        now: the situation.
-        slow_ranks: a line for each rank that was slow.
-        troubles: of hosts.
+        now: this node's situation.
+        slow_ranks: returns a line for each rank that was slow.
+        troubles: what has happened to hosts.
         say: prints a line for the user.
 
     Attributes:
-        results: function launches: of this node's workers.
-        outcome: None as long as the job has not ended.
-        gathers_until: when to wait no longer for the other nodes' failures; None: nothing is waited for.
+        results: function launches: the results of this node's workers.
+        outcome: None until the job has ended.
+        gathers_until: when to stop waiting for the other nodes' failures; None: there is nothing to wait for.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class JobEnd:
         self.gathers_until: float | None = None
 
     def begin(self, aim: Aim) -> None:
-        """The policy has ended. With several nodes, wait for their failures."""
+        """The policy has reached its end. With several nodes, wait for their failures."""
         state = self._now.state
         alone = self._config.num_nodes == 1 or self._coordination.broken or state.fails_alone
         if aim is Aim.FAIL and not alone:
@@ -106,14 +106,14 @@ class JobEnd:
 
     @property
     def is_due(self) -> bool:
-        """Whether nothing is waited for any more."""
+        """Whether there is nothing left to wait for."""
         return self.gathers_until is None or clock.MONOTONIC.now() >= self.gathers_until
 
     def conclude(self, folder: RunFolder) -> None:
-        """Write the report of a failed job, and tell the end.
+        """Write the report of a failed job, and announce the end.
 
         Args:
-            folder: of the run.
+            folder: the run's folder.
         """
         state = self._now.state
         report = None
@@ -138,7 +138,7 @@ class JobEnd:
         )
 
     def tell(self, aim: Aim, cause: str) -> None:
-        """Tell those who listen to events."""
+        """Tell the listeners for events that the job has ended."""
         state = self._now.state
         events.emit(
             events.JobEnded(

@@ -17,12 +17,12 @@ from rallypoint.launch.placement import worker_env
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """What a meeting is to bring back.
+    """What a meeting should bring back.
 
     Args:
         ready: the round.
         ranks: the lost ones.
-        words: what to say instead of them; or "".
+        words: what to say instead of the ranks; or "".
     """
 
     ready: RoundReady
@@ -44,33 +44,33 @@ class KeptWorkers:
         ] = {}  # rank -> the step at which it took part in the last recovery
         self._errors: set[tuple[int, str, str]] = set()
         self._recovered: dict[int, list[dict[str, Any]]] = {}
-        # meeting -> what it is to bring back; those that a further loss has interrupted, too
+        # meeting -> what it should bring back; also of meetings that a further loss has interrupted
         self._losses: dict[int, _Loss] = {}
 
     def admit(self, worker: Worker, ready: RoundReady) -> None:
-        """Answer a worker that has entered its session: which generation it is, and what its place has kept."""
+        """Answer a worker that has entered its session: tell it the generation, and give it what its place has kept."""
         record = {"kind": "go", **_where(ready), **_place(ready, worker)}
         held = worker.memory_fd if worker.takes_over else None
         worker.tell(record, *(() if held is None else (held,)))
 
     def has_seen(self, failure: WorkerFailure, step: int) -> bool:
-        """Whether a replaced worker has failed in the same way at the same step. Remembers this one."""
+        """Whether a replaced worker has failed in the same way at the same step. Remembers this failure."""
         if failure.raised is None:
-            return False  # killed: nothing says that it would be again
+            return False  # killed: nothing says that this would happen again
         key = (step, failure.raised.type, failure.raised.message)
         seen = key in self._errors
         self._errors.add(key)
         return seen
 
     def tell_of_loss(self, workers: Generation, failure: WorkerFailure, ready: RoundReady) -> None:
-        """Tell those in a session."""
+        """Tell the workers in a session of a loss."""
         self._tell_loss(workers, ready, [failure.rank], in_a_line(failure))
         self._losses[_meeting(ready)] = _Loss(ready, (failure.rank,))
 
     def say_loss(
         self, failure: WorkerFailure, ready: RoundReady, by: str = "another process"
     ) -> None:
-        """Tell people. ``by``: who takes the place."""
+        """Tell people of a loss. ``by``: who takes the place."""
         why = in_a_line(failure)
         events.emit(
             events.WorkerReplaced(
@@ -90,7 +90,7 @@ class KeptWorkers:
         )
 
     def tell_to_stop(self, workers: Generation) -> bool:
-        """The job is told to stop: have the workers take a last checkpoint, and end. Returns whether all of them do that."""
+        """The job is told to stop: have the workers save a last checkpoint and exit. Returns whether all of them can."""
         if not self.can_save(workers):
             return False
         for worker in workers:
@@ -98,12 +98,12 @@ class KeptWorkers:
         return True
 
     def can_save(self, workers: Generation) -> bool:
-        """Whether all workers that run can take a last checkpoint."""
+        """Whether all running workers can save a last checkpoint."""
         running = [worker for worker in workers if worker.status is None]
         return bool(running) and all(worker.in_session and worker.saves for worker in running)
 
     def tell_of_stop(self, workers: Generation) -> None:
-        """This node is told to stop: a worker that was told the same waits for what it is to do."""
+        """This node is told to stop. A worker that was told the same waits to be told what to do."""
         for worker in workers:
             if worker.in_session and worker.status is None:
                 worker.tell({"kind": "told"})
@@ -115,13 +115,13 @@ class KeptWorkers:
                 worker.tell({"kind": "end"})
 
     def hold(self, workers: Generation) -> None:
-        """A node is lost: those in a session wait until they are told where to meet."""
+        """A node is lost: the workers in a session wait until they are told where to meet."""
         for worker in workers:
             if worker.in_session and worker.status is None:
                 worker.tell({"kind": "hold"})
 
     def tell_of_newcomers(self, ready: RoundReady) -> None:
-        """Nodes have come: tell people."""
+        """Nodes have joined: tell people."""
         kept = ready.kept
         assert kept is not None
         count = sum(1 for was in kept.were if was < 0)
@@ -131,13 +131,13 @@ class KeptWorkers:
     def tell_of_lost_nodes(
         self, workers: Generation, ready: RoundReady, ranks: Sequence[int], why: str
     ) -> None:
-        """The nodes have met again: tell those in a session, and people.
+        """The nodes have met again: tell the workers in a session, and people.
 
         Args:
-            workers: of this node.
+            workers: this node's workers.
             ready: the round.
             ranks: the lost ones.
-            why: in words.
+            why: what is lost, in words.
         """
         self._tell_loss(workers, ready, ranks, why)
         kept = ready.kept
@@ -171,7 +171,7 @@ class KeptWorkers:
                 worker.tell({**record, **_place(ready, worker)})
 
     def note_recovery(self, record: dict[str, Any], size: int) -> None:
-        """What one rank says of a recovery; once all have, people are told."""
+        """Take what one rank says about a recovery. Once all have, people are told."""
         generation = int(record["generation"])
         told = self._recovered.setdefault(generation, [])
         told.append(record)
@@ -207,7 +207,7 @@ class KeptWorkers:
 
 
 def _back(losses: Sequence[_Loss]) -> str:
-    """Who is back after these, the newest last."""
+    """Who is back after these losses, the newest last."""
     if losses and losses[-1].words:
         return losses[-1].words
     ranks = {rank for each in losses for rank in each.ranks}
@@ -231,7 +231,7 @@ def _where(ready: RoundReady) -> dict[str, Any]:
 
 
 def _place(ready: RoundReady, worker: Worker) -> dict[str, Any]:
-    """The variables of a worker's rank, if it may not be the one with which it has run the script's set-up."""
+    """The variables of a worker's rank, if that may differ from the rank with which it ran the script's set-up."""
     kept = ready.kept
     if kept is None or not kept.first:
         return {}
@@ -239,5 +239,5 @@ def _place(ready: RoundReady, worker: Worker) -> dict[str, Any]:
 
 
 def _meeting(ready: RoundReady) -> int:
-    """The number that workers know a meeting by: it grows with each loss."""
+    """The number by which workers know a meeting. It grows with each loss."""
     return ready.generation + ready.replaced

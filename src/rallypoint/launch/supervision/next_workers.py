@@ -1,4 +1,4 @@
-"""Workers that the fork server has forked before they are needed, where lost ones are replaced."""
+"""Workers that the fork server forks before they are needed, for jobs in which lost ones are replaced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rallypoint.launch.server.channel import Channel
 
 
 class NextWorkers:
-    """Asks for them.
+    """Asks for such workers.
 
     Args:
         server: the line to the fork server.
@@ -17,7 +17,7 @@ class NextWorkers:
         self._count = 0
 
     def keep(self, count: int) -> None:
-        """So many may be needed at once."""
+        """Keep this many ready: that many may be needed at once."""
         if count > self._count:
             self._count = count
             self._server.send({"do": "ahead", "count": count})

@@ -1,4 +1,4 @@
-"""Those who look at a job from outside: ``rally``'s commands, readers of metrics, people at the terminal."""
+"""Serves those who look at a job from outside: ``rally``'s commands, readers of metrics, people at the terminal."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 
 class Observation:
-    """Answers who asks about the job, and shows what it does.
+    """Answers questions about the job, and shows what it does.
 
     Args:
         config: what runs.
         env: the supervisor's environment.
         coordination: the other nodes.
         console: where progress is shown.
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         say: prints a line for the user.
-        on_hang: the job hangs: why, in words.
+        on_hang: called if the job hangs, with the reason in words.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Observation:
         self._metrics: Metrics | None = None
         self._spans: SpanLog | None = None
         self.log_folder: Path | None = None
-        self.is_ready = False  # the fork server is
+        self.is_ready = False  # whether the fork server is
         self.spares: Callable[[], list[dict[str, Any]]] = list
 
     def trace(self) -> None:
-        """Make spans of the events to come, if the job is traced.
+        """Make spans of all events from now on, if the job is traced.
 
         Raises:
             ConfigError: the exporter does not start.
@@ -99,13 +99,13 @@ class Observation:
             self._spans = SpanLog(provider, self._env)
 
     def variables(self) -> dict[str, str]:
-        """What workers that start now must have in their environment, to be seen as this job's."""
+        """The variables that workers started now need so that their spans count as this job's."""
         if self._spans is None:
             return {}
         return {exporters.VARIABLE: self._config.traces, **self._spans.variables()}
 
     def open(self) -> None:
-        """Begin to answer, and to watch.
+        """Start to answer and to watch.
 
         Raises:
             ConfigError: the port for metrics is in use, or the file cannot be written.
@@ -118,7 +118,7 @@ class Observation:
             self._loop.after(self._slow_watch.interval, self._look_for_slow)
 
     def close(self) -> None:
-        """Answer nobody any longer. A second call does nothing."""
+        """Stop answering. A second call does nothing."""
         if self._slow_watch is not None:
             self._slow_watch.close()
         if self._display is not None:
@@ -132,7 +132,7 @@ class Observation:
             self._spans = None
 
     def serve(self, ready: Iterable[int]) -> None:
-        """Serve those whose descriptors are ready."""
+        """Serve the sockets that are among these descriptors."""
         if self._control is not None and self._control.fileno() in ready:
             self._control.serve()
         metrics = None if self._metrics is None else self._metrics.server
@@ -161,7 +161,7 @@ class Observation:
             self._say(f"metrics are on port {server.port}")
 
     def _write_metrics(self) -> None:
-        """Now, and again in a while."""
+        """Write the file now, and again in a while."""
         assert self._metrics is not None
         self._metrics.write()
         self._loop.after(FILE_INTERVAL, self._write_metrics)
@@ -198,7 +198,7 @@ class Observation:
         return status.status(self._config, now.state, now.round, now.workers, facts=facts)
 
     def answer_node(self, asked: NodeAsked) -> None:
-        """Another node asks about this node's workers."""
+        """Answer another node's question about this node's workers."""
         with contextlib.suppress(OSError):  # no descriptor is left: this node is silent
             self._questions.answer(asked, self._now.workers, self._now.round, self.log_folder)
 
@@ -213,7 +213,7 @@ class Observation:
         self._history.end(self._seconds(), failed, cause)
 
     def _seconds(self) -> float:
-        """Since the job began."""
+        """Seconds since the job began."""
         return round(clock.MONOTONIC.now() - self._began, 3)
 
     # -- hangs --------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Observation:
         return {"missing": list(found.missing), "waiting": list(found.waiting)}
 
     def _look_for_hang(self) -> None:
-        """See whether any worker moves; and again in a while."""
+        """See whether any worker moves, and look again in a while."""
         watch = self._hang_watch
         assert watch is not None
         self._loop.after(watch.interval, self._look_for_hang)
@@ -247,7 +247,7 @@ class Observation:
         return {} if self._slow_watch is None else self._slow_watch.told()
 
     def _look_for_slow(self) -> None:
-        """See whether the others wait for a rank of this node; and again in a while."""
+        """See whether the others wait for a rank of this node, and look again in a while."""
         watch = self._slow_watch
         assert watch is not None
         self._loop.after(watch.interval, self._look_for_slow)
@@ -270,7 +270,7 @@ class Observation:
             self._show_progress()
 
     def _show_progress(self) -> None:
-        """Show how far the workers are; and again in a while."""
+        """Show how far the workers are, and do so again in a while."""
         display = self._display
         assert display is not None
         self._loop.after(display.interval, self._show_progress)

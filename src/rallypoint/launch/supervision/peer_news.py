@@ -21,7 +21,7 @@ from .situation import Situation
 from .worker_signals import WorkerSignals
 
 
-# Reports that are no events for those who listen from outside.
+# Reports that are not events for listeners from outside.
 _UNTOLD = frozenset(
     {
         "all_done",
@@ -34,7 +34,7 @@ _UNTOLD = frozenset(
         "asks for admission",
     }
 )
-# Reports that count as soon as the generation that they are about has begun here.
+# Reports that take effect once the generation that they are about has begun here.
 _HELD = frozenset({"worker lost", "in session", "out of session"})
 
 
@@ -43,17 +43,17 @@ class PeerNews:
 
     Args:
         config: what runs.
-        now: what is so on this node.
+        now: this node's situation.
         causes: what has gone wrong.
-        signals: to the workers.
+        signals: sends the workers signals.
         shared_stop: a signal to all nodes.
-        replacements: of workers in a session.
-        hung: workers that do not move.
-        troubles: of hosts.
-        early_losses: those that strike as soon as a session trains.
+        replacements: replaces workers in a session.
+        hung: finds workers that do not move.
+        troubles: what has happened to hosts.
+        early_losses: losses that strike as soon as a session trains.
         say: prints a line for the user.
         decide: passes an event to the policy.
-        all_reported: called when no more failures of other nodes are to come.
+        all_reported: called when no more failures of other nodes will arrive.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class PeerNews:
                 self._hear_of_members(event)
 
     def _hear_of_workers(self, event: PeerEvent) -> None:
-        """Of workers of the present generation."""
+        """Handle a report about workers of the current generation."""
         match event:
             case PeerEvent("worker lost", node_rank, _, (failure, *_)):
                 told = self._replacements.locate(node_rank, failure, survivors=event.survivors)
@@ -149,7 +149,7 @@ class PeerNews:
                 self._decide(policy.JobHangs(is_own=False, restarts=self._restarts_on_hang))
 
     def _hear_of_members(self, event: PeerEvent) -> None:
-        """Of nodes that come, go or fail."""
+        """Handle a report about nodes that join, leave or fail."""
         node_rank = event.node_rank
         note_lost = self._causes.note_lost
         match event.what:
@@ -181,7 +181,7 @@ class PeerNews:
                 self._decide(policy.PeerFailed(node_rank, event.generation, echo))
 
     def _say_why_nobody_is_admitted(self) -> None:
-        """Once in a round, if a node has to wait."""
+        """Say so once per round, if a node has to wait."""
         state = self._now.state
         why = policy.why_nobody_is_admitted(clock.MONOTONIC.now(), state)
         if why and self._said != state.generation:

@@ -1,4 +1,4 @@
-"""Workers of a session that are lost, and those that take their places."""
+"""Lost workers of a session, and the workers that take their places."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .event_loop import EventLoop
 from .situation import Situation
 
 
-# Spares start so long after all workers are in their session: these have the CPUs first.
+# Spares start this long after all workers are in their session: the workers get the CPUs first.
 SPARE_DELAY = 1.0
 
 
 class Replacements:
-    """Starts workers, or takes spares, for the places of lost ones, and tells those in a session.
+    """Starts workers, or takes spares, in place of lost ones, and tells the workers in a session.
 
     Args:
         config: what runs.
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         kept: what is told to workers of a session.
         spawner: starts workers.
-        channel: to the fork server.
+        channel: the channel to the fork server.
         ask: sends the fork server a request.
         say: prints a line for the user.
     """
@@ -59,18 +59,18 @@ class Replacements:
         self._spawner = spawner
         self._channel = channel
         self._ask = ask
-        self._lost: WorkerFailure | None = None  # of the loss that all nodes read of
+        self._lost: WorkerFailure | None = None  # the loss that all nodes have read of
         self._spares_are_due = False
-        self._joined = ""  # why those in a session are to meet, once the workers of a node that has come are in it, too
+        self._joined = ""  # why the workers in a session will meet, once those of a node that has joined are in it, too
         self.spares = Spares(config, say)
 
     def begin(self) -> None:
-        """Workers start: what was before is over."""
+        """Workers start: forget what was before."""
         self._joined = ""
 
     @property
     def awaits_newcomers(self) -> bool:
-        """Whether those in a session are to meet workers that have come, and have not been told so yet."""
+        """Whether the workers in a session will have to meet newcomers, and have not been told so yet."""
         return bool(self._joined)
 
     # -- one worker ---------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Replacements:
     def locate(
         self, node_rank: int, failure: WorkerFailure, *, survivors: bool
     ) -> policy.LossTold | None:
-        """A worker of a session is lost, here or on another node. None if it is none of this round's."""
+        """A worker of a session is lost, here or on another node. Returns None if it is not one of this round's."""
         ready = self._now.round
         assert ready is not None
         index = None
@@ -91,7 +91,7 @@ class Replacements:
         return policy.LossTold(node_rank, index, survivors)
 
     def replace(self, index: int | None) -> None:
-        """Tell those in a session of the loss, and start another worker in its place, if it was this node's."""
+        """Tell the workers in a session of a loss, and start another worker in its place if it was this node's."""
         assert self._now.round is not None
         self._joined = ""
         ready = self._now.round = replace(self._now.round, replaced=self._now.state.replaced)
@@ -136,7 +136,7 @@ class Replacements:
             workers=ready.workers_of_nodes,
             replaced=state.replaced,
             has_state=bool(state.kept & state.running),
-            # A worker that the fork server has not started yet holds none.
+            # A worker that the fork server has not started yet holds no records.
             has_records=state.running == {index for index, each in enumerate(copies) if each},
             copies=max(copies, default=0),
             # Until this node's workers are started, nobody serves their store.
@@ -150,7 +150,7 @@ class Replacements:
         """The nodes have met again after the loss of one: the workers of this node continue.
 
         Args:
-            lost: by index, those that have ended meanwhile.
+            lost: the indices of workers that have ended meanwhile.
             why: what is lost, in words.
         """
         ready, workers = self._now.round, self._now.workers
@@ -162,8 +162,8 @@ class Replacements:
         self._spawner.continue_as(ready, workers)
         assert ready.kept is not None
         if ready.kept.before and not ranks and ready.kept.port:
-            # Nobody is lost: training goes on until those who have come are ready. (In a new store they would look in vain for what
-            # the others have to store there again.)
+            # Nobody is lost: training goes on until the newcomers are ready. (In a new store they would look in vain
+            # for what the others have yet to store there again.)
             self._joined = why
             self._kept.tell_of_newcomers(ready)
         else:
@@ -209,7 +209,7 @@ class Replacements:
     # -- spares -------------------------------------------------------------------------------
 
     def start_spares_soon(self) -> None:
-        """Start missing spares, if all workers are in their session; in a while, so that these have the CPUs first."""
+        """If all workers are in their session, start missing spares in a while, so that the workers get the CPUs first."""
         can_start = policy.is_at_full_strength(self._now.state)
         if self._config.spares and can_start and not self._spares_are_due:
             self._spares_are_due = True
@@ -225,7 +225,7 @@ class Replacements:
             self._loop.watch(each.line)
 
     def note_spare_ended(self, spare: Worker) -> None:
-        """It has ended on its own: start another one."""
+        """A spare has ended on its own: start another one."""
         self._loop.forget(spare.line)
         self.spares.note_end(spare)
         self.start_spares_soon()
@@ -248,14 +248,14 @@ class Replacements:
             )
 
     def forget_spares(self) -> list[Worker]:
-        """Wait for no spare any longer. Returns those that there were."""
+        """Stop watching all spares, and forget them. Returns them."""
         for each in self.spares:
             self._loop.forget(each.line)
         return self.spares.close()
 
 
 def tell_start(generation: int, worker: Worker) -> None:
-    """A worker runs: an event."""
+    """Emit the event that a worker runs."""
     events.emit(
         events.WorkerStarted(
             generation=generation,

@@ -1,4 +1,4 @@
-"""What a supervisor asks its fork server for, also if this is stopped or hangs in the kernel."""
+"""What a supervisor asks of its fork server, even if that is stopped or hangs in the kernel."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ServerRequests:
     Args:
         server: the fork server.
         loop: where it is watched.
-        now: what is so on this node.
+        now: this node's situation.
         say: prints a line for the user.
-        on_gone: the fork server is gone: why, and which processes could not be ended.
-        on_swept: all processes are ended, but for these.
+        on_gone: called when the fork server is gone, with the reason and the processes that could not be ended.
+        on_swept: called when all processes have ended, except for those that it is given.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ServerRequests:
         self._on_gone = on_gone
         self._on_swept = on_swept
         self._left: set[int] = set()  # pids that survived SIGKILL and were reported
-        self.is_deaf = False  # it does not confirm requests
+        self.is_deaf = False  # the fork server does not confirm requests
 
     def ask(self, message: Message) -> None:
         """Send the fork server a request, or execute it here if the fork server is deaf."""
@@ -56,7 +56,7 @@ class ServerRequests:
             self._server.ask(message)
 
     def note_confirmed(self, number: int) -> None:
-        """It has confirmed a request."""
+        """The fork server has confirmed a request."""
         self._server.confirmed(number)
         self.is_deaf = False
 
@@ -66,12 +66,12 @@ class ServerRequests:
             self._server.ask({"do": "ping"})
 
     def execute_unconfirmed(self) -> None:
-        """Execute what it should have confirmed by now."""
+        """Execute the requests that the fork server should have confirmed by now."""
         for message in self._server.unheard():
             self._execute(message)
 
     def note_end(self, *, is_ready: bool) -> None:
-        """Its pidfd is ready: see whether it is gone."""
+        """The fork server's pidfd is ready: see whether it is gone."""
         if self._server.wait(0):
             reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
             if not is_ready:
@@ -80,8 +80,8 @@ class ServerRequests:
             self._on_gone(reason, self._server.kill_orphans())
 
     def end(self, *, is_ready: bool) -> None:
-        """End it with all its processes."""
-        # A fork server that still imports has nothing to end, and a deaf one does nothing. Neither is waited for.
+        """End the fork server with all its processes."""
+        # A fork server that is still importing has nothing to end, and a deaf one does nothing. Neither is waited for.
         answers = is_ready and not self.is_deaf
         self.tell_what_is_left(self._server.end(SERVER_PATIENCE if answers else 0.0))
 

@@ -1,8 +1,8 @@
-"""SIGTERM to all nodes of an elastic job: the job is to stop, with a last checkpoint.
+"""SIGTERM to all nodes of an elastic job: the job must stop, with a last checkpoint.
 
-SIGTERM to one node means that this one is taken away, and the others go on. A cluster that ends the job tells all nodes,
-at about the same time. So a node that is told waits a moment for the others to be told, too: where its workers can save,
-or where Slurm is asked to start a job again that was told to stop.
+SIGTERM to one node means that this node is taken away and the others go on. A cluster that ends the job tells all nodes
+at about the same time. So a node that is told waits a moment for the others to be told, too, if its workers can save or
+if Slurm is asked to requeue a job that was told to stop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .kept_workers import KeptWorkers
 from .situation import Situation
 
 
-# Seconds from the first node that is told to the last; and more for each node: all of them tell it to one store.
+# Seconds from the first node that is told to the last, and how many more for each node: all of them report to one store.
 MOMENT, PER_NODE = 1.0, 0.002
 
 
@@ -27,10 +27,10 @@ class SharedStop:
     """Finds out whether all nodes are told to stop.
 
     Args:
-        loop: of the supervisor.
-        now: what is so on this node.
+        loop: the supervisor's loop.
+        now: this node's situation.
         kept: what is told to workers of a session.
-        coordination: with the other nodes.
+        coordination: the other nodes.
         decide: passes an event to the policy.
         matters: whether it makes a difference even to workers that cannot save.
     """
@@ -57,7 +57,7 @@ class SharedStop:
         """This node gets a signal. Returns whether it waits to hear if the others get it, too."""
         state = self._now.state
         if self._waits:
-            # Repeated for the same reason. Otherwise, it is in a hurry.
+            # A repeat for the same reason changes nothing. Any other signal is in a hurry.
             return number == signal.SIGTERM and state.sigterm_repeats
         if (
             number != signal.SIGTERM

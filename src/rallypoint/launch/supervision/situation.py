@@ -1,4 +1,4 @@
-"""What is so on a node at the moment."""
+"""A node's current situation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Situation:
     """What the parts of a supervisor read. Only the supervisor writes ``state``.
 
     Args:
-        state: of the policy.
-        workers: of the current generation on this node.
-        round: the last one; None before the first.
+        state: the policy's state.
+        workers: this node's workers in the current generation.
+        round: the last round; None before the first.
     """
 
     state: policy.State

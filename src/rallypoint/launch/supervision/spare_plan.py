@@ -12,9 +12,9 @@ class Spare:
 
     Args:
         number: unique on the node.
-        index: the local index of the worker as which it runs the set-up.
+        index: the local index of the worker in whose role it runs the set-up.
         is_ready: it waits in the session.
-        is_bound: it can take the place of that worker only.
+        is_bound: it can take only that worker's place.
     """
 
     number: int
@@ -28,11 +28,11 @@ class Plan:
     """The spares of one node.
 
     Args:
-        wanted: how many there are to be.
-        max_ends: how many may end on their own within ``window`` seconds. After more, none is started any more.
-        window: see there.
-        spares: that were started and were neither used nor have ended.
-        ends: when spares have ended on their own.
+        wanted: how many there should be.
+        max_ends: how many may end on their own within ``window`` seconds. After more, no further one is started.
+        window: see ``max_ends``.
+        spares: those that were started, have not been used and have not ended.
+        ends: the times at which spares ended on their own.
         started: how many were started so far.
     """
 
@@ -53,10 +53,10 @@ def begin(plan: Plan, num_workers: int) -> tuple[Plan, Spare | None]:
     """The next spare to start, if one is missing.
 
     Args:
-        plan: so far.
-        num_workers: on this node.
+        plan: the plan so far.
+        num_workers: the number of workers on this node.
     Returns:
-        The plan with it; the spare. It runs the set-up as the worker that the fewest others run it as: of these, as the last.
+        The plan with the spare; the spare. It runs the set-up in the role that the fewest spares have; of several, the last.
     """
     if len(plan.spares) >= plan.wanted or plan.is_over or num_workers < 1:
         return plan, None
@@ -80,7 +80,7 @@ def choose(plan: Plan, index: int) -> tuple[Plan, Spare | None]:
     """The spare that takes a worker's place, if one can: one that can take only this place before one that can take any.
 
     Args:
-        plan: so far.
+        plan: the plan so far.
         index: the lost worker's.
     Returns:
         The plan without it; the spare.
@@ -99,12 +99,12 @@ def note_end(now: float, plan: Plan, number: int) -> Plan:
 
 
 def drop_stranded(plan: Plan, stores: Mapping[int, str], store: str) -> tuple[Plan, list[int]]:
-    """The workers' store may be another one now. Spares on their way to the session would wait for the old one.
+    """Drop spares on their way to the session that would wait for an old store: the workers' store may have changed.
 
     Args:
-        plan: so far.
+        plan: the plan so far.
         stores: by number, the store that each spare was started with.
-        store: as it is now.
+        store: the workers' store now.
     Returns:
         The plan without them; their numbers.
     """

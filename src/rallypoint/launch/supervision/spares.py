@@ -16,10 +16,10 @@ from .spawner import Spawner
 
 
 class Spares:
-    """Starts spares, and gives them away.
+    """Starts spares, and hands them out.
 
     Args:
-        config: how many there are to be.
+        config: says how many there should be.
         say: prints a line for the user.
     """
 
@@ -30,7 +30,7 @@ class Spares:
             wanted=config.spares, max_ends=config.max_losses, window=config.loss_window
         )
         self._workers: dict[int, Worker] = {}  # by number
-        self._was_told = False  # why spares do not fit every rank
+        self._was_told = False  # people know why spares do not fit every rank
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -41,7 +41,7 @@ class Spares:
     def start_missing(
         self, spawner: Spawner, ready: RoundReady, num_workers: int, channel: Channel
     ) -> list[Worker]:
-        """Start what is missing. Returns the new ones."""
+        """Start the spares that are missing. Returns them."""
         started: list[Worker] = []
         while True:
             self._plan, spare = spare_plan.begin(self._plan, num_workers)
@@ -56,7 +56,7 @@ class Spares:
 
         Args:
             worker: the spare.
-            why_bound: why it can only be the rank that it has run the set-up as; empty if it can be any.
+            why_bound: why it can take only the rank in whose role it ran the set-up; empty if it can take any.
         """
         why_bound = why_bound or self._why_all_bound()
         number = self._number_of(worker)
@@ -86,13 +86,13 @@ class Spares:
             )
 
     def drop_stranded(self, store: str) -> list[Worker]:
-        """Forget those that still need another store than this. Returns them, to be ended and closed."""
+        """Forget spares that still need a store other than this one. Returns them, to be ended and closed."""
         stores = {number: each.store for number, each in self._workers.items()}
         self._plan, found = spare_plan.drop_stranded(self._plan, stores, store)
         return [self._workers.pop(number) for number in found]
 
     def close(self) -> list[Worker]:
-        """Forget all. Returns those that there were: their processes may still run."""
+        """Forget all spares. Returns them: their processes may still run."""
         workers = list(self)
         self._workers.clear()
         self._plan = spare_plan.drop_all(self._plan)
@@ -101,7 +101,7 @@ class Spares:
         return workers
 
     def status(self) -> list[dict[str, Any]]:
-        """For ``rally ps --json``."""
+        """The spares, for ``rally ps --json``."""
         ready = {each.number: each.is_ready for each in self._plan.spares}
         return [
             {"pid": worker.pid, "state": "waiting" if ready[number] else "starting"}

@@ -30,11 +30,11 @@ class Spawner:
     Args:
         config: what to run.
         env: the supervisor's environment.
-        folder: of the run.
+        folder: the run's folder.
         relay: passes their output on.
         console: where their output is shown.
         payload_fd: function launches: a memory file with the pickled call.
-        variables: tells what else is in the environment of a worker that starts now.
+        variables: returns what else belongs in the environment of a worker that starts now.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Spawner:
         self._console = console
         self._payload_fd = payload_fd
         self._variables = variables
-        self._generation = 0  # in which this node's workers were started together
-        self._attempt: Path | None = None  # the folder of that
+        self._generation = 0  # the one in which this node's workers were started together
+        self._attempt: Path | None = None  # that generation's folder
 
     def spawn(
         self,
@@ -69,8 +69,8 @@ class Spawner:
 
         Args:
             ready: the round.
-            workers: where they are added: what is open for them is closed with it.
-            channel: to the fork server.
+            workers: the generation that they are added to; what is open for them is closed with it.
+            channel: the channel to the fork server.
             takes_over: they take the places of a lost node's workers.
 
         Yields:
@@ -87,7 +87,7 @@ class Spawner:
         ranks_of_workers = self.ranks(ready)
         by_local_rank = {each.local_rank: each.rank for each in ranks_of_workers}
         self._folder.note_ranks(folder, by_local_rank)
-        # For all before the first one starts: what one of them cannot have is a mistake of the whole command.
+        # For all workers before the first one starts: if one of them cannot have its settings, the whole command is wrong.
         settings = [
             self._settings_of(ranks, facts, factory, ready.network)
             for ranks in self._ranks_of_set_up(ready)
@@ -105,8 +105,8 @@ class Spawner:
 
         Args:
             ready: the round, with the number of losses.
-            index: of the lost worker on this node.
-            channel: to the fork server.
+            index: the lost worker's index on this node.
+            channel: the channel to the fork server.
         Returns:
             The worker.
         Raises:
@@ -125,13 +125,13 @@ class Spawner:
         return worker
 
     def spare(self, ready: RoundReady, index: int, number: int, channel: Channel) -> Worker:
-        """Ask for a spare. What it writes before it takes a place is not shown: the others have written it.
+        """Ask for a spare. What it writes before it takes a place is not shown: the other workers have already written it.
 
         Args:
             ready: the round.
-            index: of the worker on this node as which it runs the set-up.
+            index: the index on this node of the worker in whose role it runs the set-up.
             number: unique on this node.
-            channel: to the fork server.
+            channel: the channel to the fork server.
         Returns:
             The worker.
         Raises:
@@ -141,7 +141,7 @@ class Spawner:
         facts, ranks = self._facts(ready), self._ranks_of_set_up(ready)[index]
         settings = self._settings_of(ranks, facts, factory, ready.network)
         settings["env"][worker_env.TAKES_OVER] = settings["env"][rank_watch.SPARE] = "1"
-        # The name holds what no other process of the job has.
+        # No other process of the job has this name.
         name = f"spare {ready.generation}.{ready.replaced}.{number}"
         streams = WorkerStreams(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), -1)
         streams.stderr = streams.stdout
@@ -155,8 +155,8 @@ class Spawner:
 
         Args:
             ready: the round, with the number of losses.
-            index: of the lost worker on this node.
-            spare: which takes its place.
+            index: the lost worker's index on this node.
+            spare: the spare that takes its place.
         Raises:
             ConfigError, LaunchError: as :meth:`spawn`.
         """
@@ -172,7 +172,7 @@ class Spawner:
         streams.given()
 
     def continue_as(self, ready: RoundReady, workers: Iterable[Worker]) -> None:
-        """The workers go on in another round: what they write from now on is that of the ranks that they have there."""
+        """The workers go on in another round: from now on, their output is that of the ranks that they have there."""
         facts, ranks = self._facts(ready), self.ranks(ready)
         for worker, its in zip(workers, ranks, strict=True):
             worker.streams.relabel(*self._label(its, facts))
@@ -180,7 +180,7 @@ class Spawner:
             self._folder.note_ranks(self._attempt, {each.local_rank: each.rank for each in ranks})
 
     def _folder_of_successors(self, ready: RoundReady) -> Path | None:
-        """In the generation of those whose places they take, so that the output of this node's workers stays together."""
+        """A folder in the generation of the workers whose places they take, so that this node's output stays together."""
         losses = ready.generation - self._generation + ready.replaced
         return self._folder.generation(self._generation, losses)
 
@@ -205,8 +205,8 @@ class Spawner:
         return self._assigned(ready.workers_of_nodes, ready.node_rank)
 
     def _ranks_of_set_up(self, ready: RoundReady) -> list[WorkerRanks]:
-        """The ranks with which they run the script's set-up: in a session that has had another number of ranks, those of its first
-        round."""
+        """The ranks with which workers run the script's set-up: in a session that once had another number of ranks,
+        those of its first round."""
         kept = ready.kept
         if kept is None or not kept.first:
             return self.ranks(ready)
@@ -234,7 +234,7 @@ class Spawner:
         factory: StreamFactory,
         network: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Of one worker: what is to be in its environment, and where it may run."""
+        """One worker's settings: what belongs in its environment, and where it may run."""
         folder = factory.worker_folder(ranks.local_rank)
         error_file = "" if folder is None else str(folder / "error.json")
         args = None
@@ -259,7 +259,7 @@ class Spawner:
         channel: Channel,
         name: str = "",
     ) -> Worker:
-        # The name holds the generation: a report about an earlier one's must not be taken for its.
+        # The name contains the generation: a report about an earlier one's worker must not be taken for this one's.
         name = name or f"worker {facts.generation}.{ranks.local_rank}"
         streams = self._open(ranks, facts, factory)
         return self._spawn_with(ranks, streams, settings, channel, name)

@@ -10,13 +10,13 @@ from rallypoint.launch.config import LaunchConfig
 
 
 def bind(config: LaunchConfig) -> tuple[str, socket.socket]:
-    """Bind it; the port stays ours until the store serves it.
+    """Bind the socket; the port stays ours until the store serves it.
 
     Returns:
         The address for the workers, empty if the rendezvous is to find it out, and the socket.
 
     Raises:
-        ConfigError: the address is none of this machine's, or the port is in use.
+        ConfigError: the address is not one of this machine's, or the port is in use.
     """
     alone = config.num_nodes == 1
     # On several nodes the rendezvous finds out how the others reach this one: the names it goes by need not
@@ -36,12 +36,12 @@ def _listening_address(config: LaunchConfig, addr: str, *, alone: bool) -> str |
         addresses.check_host(addr)
     host = addresses.listening_address(config.bind, addr or _told_address(config))
     if alone and config.bind is None and config.world_size in {None, config.workers_per_node}:
-        host = addresses.own_address(addr)  # nobody comes from elsewhere, whatever it is there
+        host = addresses.own_address(addr)  # nobody connects from elsewhere, whatever it is there
     return host
 
 
 def _told_address(config: LaunchConfig) -> str:
-    """The address by which the other nodes will be told to reach this one; empty if it is not known."""
+    """The address at which the other nodes will be told to reach this one; empty if it is not known."""
     meeting = config.rendezvous
     first = meeting.endpoint.hosts[:1] if meeting.endpoint is not None else ()
     host, port = (first[0].host, first[0].port) if first else (meeting.host, meeting.port)

@@ -19,7 +19,7 @@ from .situation import Situation
 from .worker_signals import WorkerSignals
 
 
-# For this long a worker may die of a signal before the supervisor receives it: the sender may have to wait for a CPU.
+# A worker may die of a signal up to this long before the supervisor receives it: the sender may have to wait for a CPU.
 DEATH_AHEAD = 1.0
 
 
@@ -28,12 +28,12 @@ class WorkerEnds:
 
     Args:
         config: what runs.
-        loop: of the supervisor.
-        now: what is so on this node.
-        signals: that the job has received.
+        loop: the supervisor's loop.
+        now: this node's situation.
+        signals: those that the job has received.
         kept: the workers of a session.
         early_losses: decides on losses.
-        troubles: of hosts.
+        troubles: what has happened to hosts.
         decide: decides on an event.
     """
 
@@ -59,10 +59,10 @@ class WorkerEnds:
         self._held: list[policy.WorkerEnded] = []
 
     def note(self, worker: Worker, status: int, at: float) -> None:
-        """A worker has ended, and all that it had to say was read.
+        """A worker has ended, and everything that it had to say has been read.
 
         Args:
-            worker: of this generation.
+            worker: a worker of this generation.
             status: as ``waitpid`` returns it.
             at: when, on this host's monotonic clock.
         """
@@ -91,7 +91,7 @@ class WorkerEnds:
             self._decide(end)
 
     def decide_held(self) -> None:
-        """Decide on those that waited for a signal."""
+        """Decide on the ends that waited for a signal."""
         held, self._held = self._held, []
         for end in held:
             self._decide(end)

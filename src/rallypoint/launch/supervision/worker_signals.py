@@ -1,4 +1,4 @@
-"""Signals to the workers: which way they take, and what is asked before and said meanwhile."""
+"""Signals to the workers: how they are sent, what is asked before, and what is said meanwhile."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAME_SIGNAL = 0.25
 SAME_SIGNAL_ELSEWHERE = 1.0
 # After this long, the supervisor prints what it waits for.
 SILENCE = 2.0
-# The share of the grace period after SIGTERM in which workers of a session may take a last checkpoint before they are signalled.
+# The share of the grace period after SIGTERM in which workers of a session may save a last checkpoint before they are signalled.
 SAVING = 0.8
-# How long workers that are about to be stopped may take to tell their collectives. Only one that stands still, or has no CPU,
-# takes more than milliseconds.
+# How long workers that are about to be stopped may take to report their collectives. Only a worker that stands still,
+# or has no CPU, takes more than milliseconds.
 COLLECTIVES_PATIENCE = 1.0
 
 
@@ -38,9 +38,9 @@ class WorkerSignals:
 
     Args:
         config: what runs.
-        loop: of the supervisor.
-        now: what is so on this node.
-        requests: to the fork server.
+        loop: the supervisor's loop.
+        now: this node's situation.
+        requests: sends requests to the fork server.
         kept: what is told to workers of a session.
         say: prints a line for the user.
     """
@@ -61,7 +61,7 @@ class WorkerSignals:
         self._kept = kept
         self._say = say
         self._collectives_noted = False  # in this generation
-        self.taken: set[int] = set()  # that the supervisor has received
+        self.taken: set[int] = set()  # signals that the supervisor has received
         self.peers_stop = False  # other nodes were signalled, so this one may be, too
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class WorkerSignals:
         self.peers_stop = self._collectives_noted = False
 
     def note_taken(self, number: int) -> bool:
-        """The supervisor has received a signal that is for nobody here. Returns whether it is the first of its kind.
+        """The supervisor has received a signal that nothing here acts on. Returns whether it is the first of its kind.
 
         If it went to all processes of the job, the workers have it, too: the fork server is asked about that.
         """
@@ -81,10 +81,10 @@ class WorkerSignals:
         return True
 
     def send(self, number: int) -> None:
-        """Signal all workers that run; if the job is told to stop, those in a session may take a last checkpoint first."""
+        """Signal all running workers; if the job is told to stop, those in a session may save a last checkpoint first."""
         workers = self._now.workers
         if self._may_save(number) and self._kept.tell_to_stop(workers):
-            # They end by themselves. The rest of the grace period is for those that cannot.
+            # They exit on their own. The rest of the grace period is for those that cannot.
 
             def end() -> None:
                 if self._now.workers is workers and workers.running():
@@ -117,12 +117,12 @@ class WorkerSignals:
         )
 
     def note_collectives(self, of_peers: tuple[WorkerFailure, ...]) -> None:
-        """Before workers are stopped because of a failure that a mismatched collective may have caused: ask what they have begun.
+        """Ask what workers have begun, before they are stopped because of a failure that a mismatched collective may have caused.
 
         Gloo aborts a process that receives more than it expects, which is seldom the one whose call is wrong.
 
         Args:
-            of_peers: failures on other nodes.
+            of_peers: the failures on other nodes.
         """
         workers = self._now.workers
         failures = (*workers.failures(), *of_peers)

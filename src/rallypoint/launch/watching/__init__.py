@@ -1,1 +1,1 @@
-"""What a supervisor sees of running workers, and what it tells of it."""
+"""What a supervisor observes of running workers, and what it reports."""

@@ -1,8 +1,9 @@
-"""Tells a job that hangs: nothing moves anywhere, and some ranks wait in a collective.
+"""Detects a job that hangs: nothing moves anywhere, and some ranks wait in a collective.
 
-Every supervisor notes what its workers use; that costs them nothing. If those of node 0 have done nothing for a while, its supervisor
-asks the others. If all stand still, it reads the stacks, and says what it found: at once if a collective has been pending for long;
-if only the stacks tell it, once a second look has found the same. If it has not found the ranks that the others wait for, it looks on.
+Every supervisor notes what its workers use, which costs them nothing. If those of node 0 idle for a while, its
+supervisor asks the others. If all stand still, it reads the stacks and reports what it finds: at once if a collective
+has been pending for long; if only the stacks show it, once a second look confirms it. Until it has found the ranks that
+the others wait for, it keeps looking.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from .stillness import Standstill, Stillness
 if TYPE_CHECKING:
     from rallypoint.control.stacks.hang_report import Hang
 
-# Looks in the time after which a job hangs.
+# How many looks there are in the time after which a job counts as hanging.
 LOOKS = 4
-# If some workers work, the others may wait for so many times longer: an evaluation on one rank takes its time.
+# If some workers are busy, the others may wait this many times longer: an evaluation on one rank takes its time.
 LONGER = 3
-# Seconds of long steps. A script may count epochs.
+# Long steps count for at most this many seconds: a script may count epochs.
 MOST = 600.0
 # How long the answers of other nodes, and stacks, may take.
 PATIENCE = 10.0
-# If nothing could be found out, look again after so many seconds at the most: a job may idle for hours with good reason.
+# After a look without result, the next one is at most this many seconds away: a job may idle for hours with good reason.
 LONGEST = 600.0
 # How long workers may take to say how many collectives they have begun.
 COUNT_PATIENCE = 0.5
@@ -49,10 +50,10 @@ class HangWatch:
     """Watches the workers of one node. Called in the supervisor's loop.
 
     Args:
-        after: seconds.
+        after: seconds without movement after which a job hangs.
         say: prints for people.
-        steps: of the usual steps that workers report, at least so many must pass, but not more than :data:`MOST`.
-        shows_stacks: whether it prints where every worker is, or only who does not come.
+        steps: at least this many of the usual steps that workers report must pass, but not more than :data:`MOST` seconds.
+        shows_stacks: whether it prints where every worker is, or only which ranks are missing.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class HangWatch:
         self._frozen = (
             0.0  # for how many seconds no worker had begun a collective, at the last look
         )
-        self._quiet_until = 0.0  # nothing is looked for before
+        self._quiet_until = 0.0  # no look before then
         self._asked_at = 0.0
         self._next_wait = after
 
@@ -85,20 +86,20 @@ class HangWatch:
         return self._stillness.still(clock.MONOTONIC.now())
 
     def hanging(self, generation: int) -> str:
-        """Why this generation hangs, if it does, as far as the last look has found out."""
+        """Why this generation hangs, if it does, as far as the last look could tell."""
         found, self._found = self._found, None
         return found[1] if found is not None and found[0] == generation else ""
 
     def hang(self, generation: int) -> Hang | None:
-        """What was told of this generation, if nothing has moved since."""
+        """What was reported of this generation, if nothing has moved since."""
         told = self._told
         return told[1] if told is not None and told[0] == generation else None
 
     def look(self, workers: Iterable[Worker], ready: RoundReady, ask: Ask) -> None:
-        """Take note of what the workers use, and tell if the job hangs.
+        """Note what the workers use, and report if the job hangs.
 
         Args:
-            workers: of this node.
+            workers: this node's workers.
             ready: the round.
             ask: asks all nodes.
         """
@@ -107,11 +108,11 @@ class HangWatch:
         alive = [each for each in workers if each.status is None and each.pid]
         found = {each.ranks.rank: {"pid": each.pid, **usage.usage(each.pid)} for each in alive}
         still = self._stillness.look(clock.MONOTONIC.now(), found)
-        # If all workers of this node have ended, those of the others may still wait for them.
+        # If all workers of this node have ended, those of other nodes may still wait for them.
         none_left = bool(workers) and all(each.status is not None for each in workers)
         everybody = none_left or (bool(still) and min(still.values()) >= self._after)
         many = bool(still) and sorted(still.values())[len(still) // 2] >= LONGER * self._after
-        # Whoever waits in CUDA keeps a core busy.
+        # A worker that waits in CUDA keeps a core busy.
         frozen = self._frozen >= LONGER * self._after
         if (not everybody and not many and not frozen) or self._has_moved():
             self._quiet_until, self._next_wait = 0.0, self._after
@@ -125,10 +126,10 @@ class HangWatch:
                 side_thread.close(lines)
         if clock.MONOTONIC.now() < self._quiet_until or not (everybody or many or frozen):
             return
-        self._quiet_until, self._asked_at = math.inf, clock.MONOTONIC.now()  # it is told once
+        self._quiet_until, self._asked_at = math.inf, clock.MONOTONIC.now()  # it is reported once
         question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
         if everybody and not many:
-            # The other nodes look at other moments.
+            # The other nodes look at other times.
             question["if_still"] = self._after - self.interval
         seconds = self._after if everybody and not many else LONGER * self._after
         working = many or not everybody
@@ -147,14 +148,14 @@ class HangWatch:
             self._look_again()
 
     def _has_moved(self) -> bool:
-        """Whether a collective was begun since it was told: steps may need so little CPU that it does not show."""
+        """Whether a collective has begun since the last question: steps may need so little CPU that they do not show."""
         moved_at = self._standstill.moved_at
         if moved_at is None or not (self._told or math.isinf(self._quiet_until)):
             return False
         return moved_at > self._asked_at
 
     def _needed(self, workers: Iterable[Worker]) -> float:
-        """After how many seconds these workers hang."""
+        """After how many seconds without movement these workers hang."""
         if not self._steps:
             return self._least
         rates = [found["rate"] for each in workers if (found := each.progress()) is not None]
@@ -177,7 +178,7 @@ class HangWatch:
         self._frozen = self._standstill.look(clock.MONOTONIC.now(), lines.keys(), begun)
 
     def _look_again(self) -> None:
-        """Nothing was found out: a busy host may not have let the workers answer."""
+        """Schedule another look. This one found nothing: a busy host may have kept the workers from answering."""
         self._quiet_until = clock.MONOTONIC.now() + self._next_wait
         self._next_wait = min(2 * self._next_wait, LONGEST)
 
@@ -218,10 +219,10 @@ class HangWatch:
         if not hang.confirms(doubtful):
             self._doubtful = hang
             if doubtful is None:
-                # So much later, steps that go on show.
+                # By then, steps that go on will show.
                 self._quiet_until = clock.MONOTONIC.now() + self.interval / 2
             else:
-                self._look_again()  # they do go on, and need little CPU
+                self._look_again()  # the steps do go on, and need little CPU
             return
         if not hang.missing:
             self._look_again()  # a node too busy to answer may have them

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
-# The last ones are kept: an elastic job may go on for weeks.
+# Only the last ones are kept: an elastic job may go on for weeks.
 MOST = 100
 
 
@@ -23,7 +23,7 @@ class _Generation:
 
 
 class JobHistory:
-    """Remembers when generations began and ended, in seconds since the job did."""
+    """Remembers when generations began and ended, in seconds since the job began."""
 
     def __init__(self) -> None:
         self._generations: deque[_Generation] = deque(maxlen=MOST)
@@ -32,11 +32,11 @@ class JobHistory:
         self._generations.append(_Generation(generation, now, world_size))
 
     def end(self, now: float, failed_ranks: Sequence[int], cause: str) -> None:
-        """The last one has ended; with the ranks that failed on this node, and why the first of them did."""
+        """Note the end of the last one, with the ranks that failed on this node and why the first of them did."""
         if self._generations:
             last = self._generations[-1]
             last.ended, last.failed_ranks, last.cause = now, tuple(failed_ranks), cause
 
     def told(self) -> list[dict[str, Any]]:
-        """As ``rally ps --json`` shows it."""
+        """The generations as ``rally ps --json`` shows them."""
         return [asdict(each) for each in self._generations]

@@ -22,27 +22,27 @@ from rallypoint.launch.generation import Worker
 if TYPE_CHECKING:
     from rallypoint.control.logs.log_readers import LogReaders
 
-# What another node may take longer, for the way there and back.
+# How much longer another node's answer may take, for the way there and back.
 WAY = 2.0
 # How long workers may take to say how many collectives they have begun.
 COUNT_PATIENCE = 0.3
-# Nobody may ask for more seconds.
+# The most seconds of patience that a question may ask for.
 MAX_PATIENCE = 120.0
-# Nor have workers recorded for more.
+# The most seconds for which it may have workers recorded.
 MAX_SECONDS = 60.0
 
 Look = Callable[[], Mapping[str, Any]]
 
 
 class JobQuestions:
-    """Answers ``nodes``, ``logs``, ``stacks``, ``usage``, ``memory`` and ``profile``. Methods are called in the supervisor's loop;
-    what they return is called in another thread, and blocks.
+    """Answers ``nodes``, ``logs``, ``stacks``, ``usage``, ``memory`` and ``profile``. Methods are called in the supervisor's
+    loop; what they return is called in another thread, and blocks.
 
     Args:
-        coordination: to the other nodes.
+        coordination: the way to the other nodes.
         still: by rank of this node, for how many seconds a worker has done nothing.
         slowness: by rank of this node, how late a worker comes to collectives (:meth:`.SlowWatch.told`).
-        status: of the job on this node (:func:`.status.status`).
+        status: the job's status on this node (:func:`.status.status`).
     """
 
     def __init__(
@@ -61,16 +61,18 @@ class JobQuestions:
     def everywhere(
         self, question: Mapping[str, Any], workers: Iterable[Worker], ready: RoundReady | None
     ) -> Look:
-        """About this node's workers, and unless the question says ``here``, about those of all nodes.
+        """Look at this node's workers and, unless the question says ``here``, at those of all other nodes.
 
         Args:
-            question: ``ask`` (``stacks``, ``usage``, ``memory`` or ``profile``), ``ranks`` (empty: all), ``native``, ``by_signal``, ``patience`` in
-                seconds, ``here``, ``if_still``: other nodes answer only if their workers have done nothing for so long.
-            workers: of this node.
+            question: ``ask`` (``stacks``, ``usage``, ``memory`` or ``profile``), ``ranks`` (empty: all), ``native``,
+                ``by_signal``, ``patience`` in seconds, ``here``, ``if_still``: other nodes answer only if their workers have done
+                nothing for that long.
+            workers: this node's workers.
             ready: the round.
         Returns:
-            What finds the answer: ``processes``; ``ended``: the ranks whose worker has ended, as far as is known; ``silent``: the nodes
-            that did not answer, and ``unheard``: the ranks there; ``moving``: on another node, some worker has done something.
+            A function that finds the answer: ``processes``; ``ended``: the ranks whose worker has ended, as far as is
+            known; ``silent``: the nodes that did not answer, and ``unheard``: the ranks there; ``moving``: whether any
+            worker on another node has done something.
         Raises:
             ControlError: there is no such rank.
         """
@@ -125,13 +127,13 @@ class JobQuestions:
         return look
 
     def nodes(self, question: Mapping[str, Any], ready: RoundReady | None) -> Look:
-        """What the supervisors of the job's nodes say of it.
+        """What the supervisors of the job's nodes say about it.
 
         Args:
             question: ``only``: the ranks of nodes (none: all); ``patience`` in seconds.
             ready: the round.
         Returns:
-            What finds the answer: ``nodes``: by rank of the node, its status; None if it did not answer.
+            A function that finds the answer: ``nodes``: by rank of the node, its status; None if it did not answer.
         """
         own = self._status()
         if ready is None or len(ready.workers_of_nodes) < 2:
@@ -148,13 +150,13 @@ class JobQuestions:
         return look
 
     def logs(self, question: Mapping[str, Any], ready: RoundReady | None) -> Look:
-        """The output of the other nodes' workers: that of this node is in files that who asks can read.
+        """The output of the other nodes' workers. That of this node is in files that the asker can read.
 
         Args:
             question: see :mod:`rallypoint.control.logs.log_answers`.
             ready: the round.
         Returns:
-            What finds the answer: ``nodes``: by node, its answer; None if there is none.
+            A function that finds the answer: ``nodes``: by node, its answer; None if there is none.
         """
         if ready is None or len(ready.workers_of_nodes) < 2:
             return lambda: {"nodes": {}}
@@ -173,13 +175,13 @@ class JobQuestions:
         ready: RoundReady | None,
         folder: Path | None,
     ) -> None:
-        """Another node asks about this node's workers.
+        """Answer another node's question about this node's workers.
 
         Args:
             asked: the question.
-            workers: of this node.
+            workers: this node's workers.
             ready: the round.
-            folder: of this node's run.
+            folder: the folder of this node's run.
         """
         if asked.question.get("ask") == "logs":
             self._answer_logs(asked, ready, folder)
@@ -192,7 +194,7 @@ class JobQuestions:
         workers = list(workers)
         ended = _ended(workers)
         still = self._still().values()
-        # Whoever has ended moves no more; who has just begun is not known yet.
+        # Workers that have ended no longer move; those that have just started are not known yet.
         none_left = bool(workers) and len(ended) == len(workers)
         moves = isinstance(wanted, float) and not none_left and min(still, default=0.0) < wanted
         own = self._own(asked.question, [] if moves else workers)
@@ -213,7 +215,7 @@ class JobQuestions:
     def _answer_with(
         self, asked: NodeAsked, find: Callable[[], Mapping[str, Any] | None], thread: str
     ) -> None:
-        """Find the answer, and give it, in a thread of its own. None: who asked has given up."""
+        """Find and give the answer in a thread of its own. None: the asker has given up."""
 
         def answer() -> None:
             try:
@@ -221,9 +223,9 @@ class JobQuestions:
                 if found is not None:
                     self._coordination.answer(asked, found)
             except (RallyError, OSError, ValueError):
-                pass  # the store is gone; who asked is told that this node is silent
+                pass  # the store is gone; the asker is told that this node is silent
 
-        side_thread.begin(answer, thread)  # else this node is silent
+        side_thread.begin(answer, thread)  # without a thread, this node is silent
 
     def _own(
         self, question: Mapping[str, Any], workers: Sequence[Worker]
@@ -268,7 +270,7 @@ class JobQuestions:
 
 
 def _nodes_of(question: Mapping[str, Any], ready: RoundReady | None) -> frozenset[int] | None:
-    """The nodes of the ranks that are asked about; None: all."""
+    """The nodes of the ranks that the question is about; None: all."""
     ranks = _ranks(question)
     if not ranks or ready is None:
         return None
@@ -277,7 +279,7 @@ def _nodes_of(question: Mapping[str, Any], ready: RoundReady | None) -> frozense
 
 
 def _ranks_of(nodes: Collection[int], ready: RoundReady | None) -> list[int]:
-    """Ranks are numbered by node."""
+    """The ranks of these nodes: ranks are numbered node by node."""
     counts = () if ready is None else ready.workers_of_nodes
     of_rank = [node for node, count in enumerate(counts) for _ in range(count)]
     return [rank for rank, node in enumerate(of_rank) if node in nodes]
@@ -342,7 +344,7 @@ def _profile(
 
 
 def collectives(worker: Worker) -> int | None:
-    """How many a worker in a session has begun, in all groups together."""
+    """How many collectives a worker in a session has begun, in all groups together."""
     return None if worker.memory_fd is None else progress.collectives(worker.memory_fd)
 
 

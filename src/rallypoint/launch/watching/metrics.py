@@ -22,7 +22,7 @@ from rallypoint.rendezvous import record_store
 from .job_questions import collectives
 
 
-# The same text is given out for so long: scrapers cannot make the supervisor busy.
+# The same text is served for this many seconds, so that scrapers cannot keep the supervisor busy.
 AGE = 1.0
 # How many seconds GPUs may take to answer. The supervisor waits for them.
 GPU_PATIENCE = 0.2
@@ -34,9 +34,9 @@ class Metrics:
     """The metrics of a job. Called in the supervisor's loop.
 
     Args:
-        place: where they are.
+        place: where they are published.
         status: tells what the job does.
-        workers: those of this node.
+        workers: returns those of this node.
         slowness: by rank, how late a worker comes to collectives (:meth:`.SlowWatch.told`).
     Raises:
         ConfigError: the port is in use, or the file cannot be written.
@@ -65,20 +65,20 @@ class Metrics:
         self._subscription = events.subscribe(self._note)
 
     def write(self) -> None:
-        """Write the file, if it is one. A full disk is no reason to end a job."""
+        """Write the file, if there is one. A full disk is no reason to end a job."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._write(self._path)
 
     def close(self) -> None:
-        """Serve no more; a file stays, with the last state."""
+        """Stop serving. A file stays, with the last state."""
         self._subscription.close()
         self.write()
         if self.server is not None:
             self.server.close()
 
     def _write(self, path: Path) -> None:
-        self._at = float("-inf")  # as it is now
+        self._at = float("-inf")  # write the current state
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         beside.write_text(self._current(), encoding="utf-8", errors="replace")
         beside.replace(path)

@@ -1,7 +1,7 @@
-"""Tells which ranks of this node are slow: the others wait for them at their collectives, for a while and by more than a little.
+"""Reports which ranks of this node are slow: the others wait for them at collectives, for a while and by more than a little.
 
-Three times in that while the workers of this node are asked when they entered their last collectives. A thread that they have anyway
-answers. Everything else is read from /proc, and the more expensive parts only once a rank is slow.
+Three times in that while, the workers of this node are asked when they entered their last collectives. A thread that they
+already have gives the answer. Everything else is read from /proc, the more expensive parts only once a rank is slow.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from rallypoint.control.slowness.slow_ranks import SlowRanks
     from rallypoint.control.slowness.surroundings import Counters
 
-# Looks in the time after which a rank is slow.
+# How many looks there are in the time after which a rank is slow.
 LOOKS = 3
-# Looks are so many times rarer while nobody is late: torch takes up to 35 ms to write down 2000 calls of NCCL, in which the script stands
-# still.
+# Looks are this many times rarer while no rank is late: torch takes up to 35 ms to write down 2000 NCCL calls, and the
+# script stands still meanwhile.
 RARER = 8
 # How long workers may take to answer.
 PATIENCE = 1.0
@@ -36,7 +36,7 @@ PLACES, PLACES_TIME = 10, 1.0
 
 @dataclass(slots=True)
 class _Slow:
-    """A rank that is or was slow: since when, when at last, until when if it is no longer, and the share of the time then."""
+    """A rank that is or was slow: since when, when last, until when if it no longer is, and by which share of the time."""
 
     since: float
     share: float
@@ -48,7 +48,7 @@ class SlowWatch:
     """Watches the workers of one node. Called in the supervisor's loop; looks in a thread.
 
     Args:
-        after: seconds.
+        after: seconds after which a rank is slow.
         say: prints for people.
     """
 
@@ -65,7 +65,7 @@ class SlowWatch:
         self._skipped = self._to_skip = 0
 
     def look(self, workers: Iterable[Worker], generation: int) -> None:
-        """Look at the workers of this node, unless the last look still goes on, or nobody was late of late."""
+        """Look at the workers of this node, unless the last look is still going on, or no rank was late recently."""
         alive = [each for each in workers if each.status is None and each.pid]
         if generation == self._generation and self._skipped < self._to_skip:
             self._skipped += 1
@@ -95,11 +95,11 @@ class SlowWatch:
             self._looking.release()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._ended.set()
 
     def told(self) -> dict[int, dict[str, Any]]:
-        """By rank, as far as it is known: ``step`` (seconds), ``late`` and ``waits`` (shares of it), and whether it is ``slow``."""
+        """By rank, as far as known: ``step`` (seconds), ``late`` and ``waits`` (shares of it), and whether it is ``slow``."""
         ranks = self._ranks
         if ranks is None:
             return {}
@@ -175,7 +175,7 @@ class SlowWatch:
         before: Mapping[tuple[int, int], Counters],
         lines: Mapping[int, int],
     ) -> None:
-        """Find out what differs about a slow rank, and tell."""
+        """Find out what differs about a slow rank, and report it."""
         from dataclasses import replace
 
         from rallypoint.control.slowness import differences, slow_words, surroundings
@@ -211,7 +211,7 @@ class SlowWatch:
         self._say(slow_words.is_slow(rank, found, place, differ))
 
     def _usual_place(self, slow: int, lines: Mapping[int, int]) -> str:
-        """Where a worker's main thread is most often in the next second, beyond what the others are there."""
+        """Where a worker's main thread is most often in the next second, beyond how often the others are there."""
         from rallypoint.control.collectives import collective_probe
         from rallypoint.control.slowness import places
 
@@ -220,7 +220,7 @@ class SlowWatch:
         for _ in range(PLACES):
             for pid, place in collective_probe.places(asked, PATIENCE).items():
                 seen.setdefault(pid, Counter())[place] += 1
-            # Whoever does not answer would be waited for each time.
+            # A worker that does not answer would be waited for each time.
             asked = {pid: asked[pid] for pid in asked if pid in seen or pid == slow}
             if self._ended.wait(PLACES_TIME / PLACES):
                 break

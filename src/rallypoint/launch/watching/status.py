@@ -1,4 +1,4 @@
-"""What a supervisor says of its job when it is asked (``rally ps``). Pure."""
+"""What a supervisor says about its job when asked (``rally ps``). Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def status(
     """The answer to ``status``.
 
     Args:
-        config: of the job.
-        state: of the policy.
+        config: the job's config.
+        state: the policy's state.
         ready: the round, if there was one.
-        workers: of the current generation on this node.
-        facts: ``pid``, ``host``, ``seconds`` since the job began, ``log_folder``, ``is_ready``, ``hang`` (None, or the ranks that are
-            ``missing`` and those that are ``waiting``), ``arrived``: :attr:`.Coordination.arrived`.
+        workers: this node's workers in the current generation.
+        facts: ``pid``, ``host``, ``seconds`` since the job began, ``log_folder``, ``is_ready``, ``hang`` (None, or the ranks
+            that are ``missing`` and those that are ``waiting``), ``arrived``: :attr:`.Coordination.arrived`.
     """
     nodes = len(ready.workers_of_nodes) if ready is not None else 0
     own = [_worker(each) for each in workers]
@@ -87,7 +87,7 @@ def _waiting_for_nodes(config: LaunchConfig, arrived: int | None) -> str:
     if not arrived:
         return "waiting to be admitted"
     least, most = config.min_nodes or config.num_nodes, config.num_nodes
-    # One that has ended and come back has come twice.
+    # A node that has exited and come back counts twice.
     return f"waiting for nodes, {min(arrived, most)} of {least if arrived < least else most}"
 
 

@@ -1,9 +1,10 @@
 """Which workers of a session hang: decisions only.
 
-A worker that hangs outside of a collective has begun fewer collectives than the members of its groups that wait for it. If all
-stand still and nobody is behind, nothing tells a hang from long work, so nobody is to blame.
+A worker that hangs outside of a collective has begun fewer collectives than the members of its groups that wait for it.
+If all stand still and none is behind, a hang looks like long work, so none is to blame.
 
-After a loss the ranks meet, and count anew from there. One that does not come to the meeting still counts from a place before.
+After a loss the ranks meet, and count again from there. A rank that does not come to the meeting still counts from an
+earlier place.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from rallypoint.launch.coordination.step_tables import Tables
 def behind(tables: Tables) -> tuple[int, ...]:
     """The ranks that others wait for.
 
-    Whoever is ahead of another member in any group waits there itself. Those who are behind in a group and ahead in none are
-    what the others wait for, directly or not.
+    A rank that is ahead of another member in any group is itself waiting there. Ranks that are behind in some group and
+    ahead in none are the ones that the others wait for, directly or not.
 
     Args:
-        tables: of all ranks.
+        tables: the tables of all ranks.
     Returns:
-        Their ranks, in order. Empty if nobody is behind.
+        The ranks, in order. Empty if none is behind.
     """
     late: set[int] = set()
     waiting: set[int] = set()
@@ -36,7 +37,7 @@ def behind(tables: Tables) -> tuple[int, ...]:
 
 
 def _comparable(tables: Tables) -> Iterator[dict[int, int]]:
-    """The counts that may be compared, by rank: from which place the ranks count; and of each group, from the same place."""
+    """The counts that may be compared, by rank: the places that ranks count from; for each group, counts from the same place."""
     if not tables:
         return
     places = {rank: table.get(COUNTED_FROM, 0) for rank, table in tables.items()}
@@ -65,23 +66,23 @@ class StepWatch:
         self._tables: Tables | None = None
 
     def look(self, now: float, tables: Tables) -> bool:
-        """Whether they have stood still for the time-out.
+        """Whether they have stood still for the timeout.
 
         Args:
             now: seconds on a monotonic clock.
-            tables: of this node's ranks.
+            tables: the tables of this node's ranks.
         """
         if tables != self._tables:
             self._tables, self._since = tables, now
         return now - self._since >= self._timeout
 
     def forget(self) -> None:
-        """Begin anew: a loss is being recovered from."""
+        """Start over: a loss is being recovered from."""
         self._tables = None
 
 
 class Standstill:
-    """What all nodes say of their workers while these stand still.
+    """What all nodes say about their workers while these stand still.
 
     Args:
         nodes: how many there are.
@@ -96,15 +97,14 @@ class Standstill:
     def tell(
         self, now: float, node: int, meeting: int, tables: Tables
     ) -> tuple[tuple[int, ...], Tables] | None:
-        """What a node says.
-
+        """Take what a node says.
         Args:
             now: seconds on this node's monotonic clock.
-            node: which one says so.
-            meeting: how many losses it knows of: counts begin anew with each.
-            tables: of its ranks.
+            node: the node that says so.
+            meeting: how many losses it knows of; counts restart with each.
+            tables: the tables of its ranks.
         Returns:
-            The ranks that hang and what all say, once all nodes stand still.
+            The ranks that hang and the tables of all ranks, once all nodes stand still.
         """
         self._told[node] = now, meeting, tables
         current = [

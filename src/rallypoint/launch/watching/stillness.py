@@ -21,13 +21,13 @@ class _Seen:
 
 
 class Stillness:
-    """What the workers of a node have used, look after look."""
+    """What the workers of a node have used, from look to look."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
 
     def look(self, now: float, found: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-        """Take note of what the workers have used so far.
+        """Note what the workers have used so far.
 
         Args:
             now: seconds on a monotonic clock.
@@ -42,19 +42,19 @@ class Stillness:
             seen = _Seen(now, each["pid"], each["cpu"], moved, now)
             if last is not None and last.pid == seen.pid:
                 idle = abs(seen.cpu - last.cpu) <= IDLE * max(0.0, now - last.at)
-                # A child that has ended takes its numbers with it: that is movement as well.
+                # A child that has exited takes its numbers with it, which counts as movement too.
                 if idle and moved == last.moved:
                     seen.since = last.since
             self._seen[rank] = seen
         return self.still(now)
 
     def still(self, now: float) -> dict[int, float]:
-        """By rank: for how many seconds it had done nothing at the last look, and since."""
+        """By rank: for how many seconds it has done nothing, if nothing has changed since the last look."""
         return {rank: now - each.since for rank, each in self._seen.items()}
 
 
 class Standstill:
-    """How many collectives the workers of a node have begun, look after look."""
+    """How many collectives the workers of a node have begun, from look to look."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}  # by pid: how many, and since when
@@ -62,12 +62,12 @@ class Standstill:
         self.moved_at: float | None = None
 
     def look(self, now: float, alive: Collection[int], begun: Mapping[int, int]) -> float:
-        """Take note of what the workers have begun so far.
+        """Note what the workers have begun so far.
 
         Args:
             now: seconds on a monotonic clock.
             alive: the pids of all workers.
-            begun: by pid. A worker that does not answer is left out: it begins nothing meanwhile that the others could complete.
+            begun: by pid. A worker that does not answer is left out: meanwhile, it begins nothing that the others could complete.
         Returns:
             For how many seconds none of them has begun anything; 0 if that is not known of any.
         """
