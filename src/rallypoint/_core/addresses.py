@@ -28,7 +28,7 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
         flag: the option that set it, for the error.
 
     Raises:
-        ConfigError: the port is in use or may not be bound, or the address is not of this machine.
+        ConfigError: the port is in use or may not be bound, or the address is not this machine's.
     """
     sock = _dual_stack() if host is None else _for_host(host, port)
     try:
@@ -122,7 +122,7 @@ def check_loopback(host: str) -> None:
 
 @cache
 def own_host() -> str:
-    """How this machine calls itself: ``localhost``, or 127.0.0.1 if that name is known nowhere, or leads to no address here."""
+    """This machine's name for itself: ``localhost``, or 127.0.0.1 if that name is unknown, or resolves to no address here."""
     names = ("localhost", "127.0.0.1")
     return next((name for name in names if is_this_host(name)), names[0])
 

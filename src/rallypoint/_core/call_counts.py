@@ -1,4 +1,4 @@
-"""What a worker counts of its rpc calls, in memory that its supervisor reads: for metrics."""
+"""A worker's counts of its rpc calls, in memory that its supervisor reads: for metrics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from . import shared_page
 
 # The name of the page.
 NAME = "rally-calls"
-# Numbers of a worker; bytes are those that went over connections, not shared memory. Calls in progress and in the queue are as they
-# are; the others only grow.
+# A worker's numbers; bytes are those that went over connections, not shared memory. Calls in progress and in the queue
+# are current values; the others only grow.
 NUMBERS = (
     *("made", "served", "failed", "in_progress", "being_served", "queue"),
     *("bytes_sent", "bytes_received"),
@@ -24,7 +24,7 @@ MAX_BUCKETS = 64
 
 
 def write(memory: mmap.mmap, found: Mapping[str, Any]) -> None:
-    """Write them.
+    """Write a worker's counts.
 
     Args:
         memory: the page.
@@ -36,7 +36,7 @@ def write(memory: mmap.mmap, found: Mapping[str, Any]) -> None:
 
 
 def read(fd: int) -> dict[str, Any] | None:
-    """What a worker has written; None if that is nothing, not readable just now, or something else."""
+    """What a worker has written; None if it has written nothing, or what is there cannot be read now or is something else."""
     content = shared_page.read(fd)
     try:
         found = json.loads(content) if content else None

@@ -10,7 +10,7 @@ def entries(storage: Storage) -> list[Entry]:
     """All checkpoints of a folder, the complete ones with their records, in the order of their steps.
 
     Raises:
-        OSError: the folder cannot be read; drivers of URLs raise other exceptions, too.
+        OSError: the folder cannot be read; drivers of URLs also raise other exceptions.
     """
     found = []
     for name in storage.names():
@@ -35,7 +35,7 @@ def _entry(storage: Storage, name: str, step: int) -> Entry:
 
 
 def damage(storage: Storage, entry: Entry) -> str:
-    """What is wrong with a checkpoint as far as sizes of files tell; empty if nothing is, or it is incomplete."""
+    """What is wrong with a checkpoint, as far as file sizes tell; empty if nothing is, or it is incomplete."""
     for path, expected in ({} if entry.record is None else entry.record.files).items():
         try:
             size = storage.size(f"{entry.name}/{path}")

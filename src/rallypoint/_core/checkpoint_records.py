@@ -1,7 +1,7 @@
 """What a folder of checkpoints holds: names, the record that completes a checkpoint, which to load, which to remove.
 
 A checkpoint is a folder of its own. Its record is written last: a checkpoint without one is incomplete, whatever else is
-in it. That works where nothing can be renamed, too.
+in it. This also works where nothing can be renamed.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class File:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """What is known of a complete checkpoint.
+    """What is known about a complete checkpoint.
 
     Args:
         step: how many steps were complete.
         epoch: how many epochs were.
-        batch: how many batches of the epoch under way were.
+        batch: how many batches of the current epoch were.
         ranks: how many ranks trained.
         time: when it was taken, in seconds since 1970; for people.
-        objects: what the session was given, by name.
-        files: by name.
-        format: of the checkpoint.
+        objects: the names of the objects that the session was given.
+        files: the checkpoint's files, by name.
+        format: the checkpoint's format.
     """
 
     step: int
@@ -74,12 +74,12 @@ class Record:
         return sum(each.size for each in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """The record as JSON."""
         return json.dumps(asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
     def parse(cls, data: bytes) -> Record:
-        """From what :meth:`to_bytes` returned.
+        """Read what :meth:`to_bytes` returned.
 
         Raises:
             ValueError: it is something else, or of a later version.
@@ -110,8 +110,8 @@ class Entry:
     """A checkpoint in a folder.
 
     Args:
-        name: of its own folder.
-        step: as its name says.
+        name: its folder's name.
+        step: the step that the name gives.
         record: None if it is incomplete.
         problem: why its record cannot be read; empty if there is none, or it can.
     """
@@ -123,7 +123,7 @@ class Entry:
 
 
 def to_load(entries: Iterable[Entry]) -> list[Entry]:
-    """The complete ones, newest first: in which order to try them."""
+    """The complete checkpoints, newest first: the order in which to try them."""
     complete = (each for each in entries if each.record is not None)
     return sorted(complete, key=lambda each: each.step, reverse=True)
 
@@ -131,7 +131,7 @@ def to_load(entries: Iterable[Entry]) -> list[Entry]:
 def to_remove(
     entries: Sequence[Entry], *, written: str, keep: int, passed_over: Collection[str] = ()
 ) -> list[str]:
-    """What goes once a checkpoint is complete.
+    """The checkpoints to remove once one is complete.
 
     An incomplete one of a later step stays: other ranks may be writing their parts of it.
 
@@ -140,7 +140,7 @@ def to_remove(
         entries: all that the folder holds.
         written: the one that was completed just now; it stays.
         keep: how many complete ones stay.
-        passed_over: complete, but could not be loaded. They stay: someone may want to look at them.
+        passed_over: complete ones that could not be loaded. They stay: someone may want to look at them.
     Returns:
         Names: earlier incomplete ones, and the oldest complete ones.
     """

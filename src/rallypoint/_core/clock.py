@@ -25,12 +25,12 @@ class MonotonicClock:
 
 
 MONOTONIC: Clock = MonotonicClock()
-# What ``poll`` takes.
+# The most that ``poll`` takes.
 _LONGEST_POLL = 2**31 - 1
 
 
 def milliseconds(seconds: float) -> int:
-    """How long ``poll`` is to wait; 24 days at most.
+    """How long ``poll`` should wait; 24 days at most.
 
     Whole milliseconds, rounded up: the last one must not be spent spinning.
     """
@@ -38,7 +38,7 @@ def milliseconds(seconds: float) -> int:
 
 
 def milliseconds_until(at: float) -> int:
-    """The same until a time on :data:`MONOTONIC`."""
+    """Like :func:`milliseconds`, until a time on :data:`MONOTONIC`."""
     return milliseconds(at - MONOTONIC.now())
 
 

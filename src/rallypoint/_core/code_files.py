@@ -18,7 +18,7 @@ Table = Mapping[type, Callable[[Any], Any]]
 
 
 def keeping(table: Table) -> Table:
-    """cloudpickle's ``dispatch_table``, but that code keeps the name of its file."""
+    """cloudpickle's ``dispatch_table``, except that code keeps the name of its file."""
     reduce = table[CodeType]
 
     def reduce_code(code: CodeType) -> Any:

@@ -75,7 +75,7 @@ def _apply(values: Mapping[str, str | None]) -> None:
 
 
 class Reads:  # importing dataclasses would take longer than the rest of `rally --help`
-    """What a block has read and changed of the environment, through ``os.environ`` and ``os.getenv``.
+    """What a block has read and changed in the environment, through ``os.environ`` and ``os.getenv``.
 
     Args:
         before: the environment at its start.
@@ -99,13 +99,13 @@ class Reads:  # importing dataclasses would take longer than the rest of `rally 
 
 @contextmanager
 def watched() -> Iterator[Reads]:
-    """Note what a block reads of the environment. Reads by native code are not seen."""
+    """Note what a block reads from the environment. Reads by native code are not seen."""
     reads = Reads(before=snapshot())
     plain = type(os.environ)
 
-    # items(), copy() and the like ask for each value in turn, and so show no interest in this variable: tqdm, for one, which
-    # torch imports, looks through all of them for names of its own. Here: the name that an iteration has come to, and
-    # those behind a whole one, since dict() asks for the values when it has all names.
+    # items(), copy() and the like ask for each value in turn, which shows no interest in any one variable: tqdm, for one,
+    # which torch imports, looks through all of them for names of its own. Kept here: the name that an iteration has reached,
+    # and the names of an iteration that is over, since dict() asks for the values once it has all names.
     listed: set[str] = set()
     behind: deque[str] = deque()
 

@@ -223,7 +223,7 @@ class JsonLines:
     event, so a script cannot close it, and it may be moved at any time.
 
     Args:
-        path: of the file. ``{host}`` and ``{pid}`` are replaced. A missing file is created with mode 0600.
+        path: the file's path. ``{host}`` and ``{pid}`` are replaced. A missing file is created with mode 0600.
 
     Raises:
         ConfigError: it cannot be opened for appending.

@@ -1,7 +1,7 @@
-"""What torch's flight recorder knows of a rank's collectives, in a few records. Pure.
+"""What torch's flight recorder knows about a rank's collectives, in a few records. Pure.
 
-torch records the last collectives of all process groups (``TORCH_FR_BUFFER_SIZE`` of them, 2000 by default): NCCL's and, from torch 2.13
-on, Gloo's. Point-to-point calls over Gloo are not among them.
+torch records the last collectives of all process groups (``TORCH_FR_BUFFER_SIZE`` of them, 2000 by default): NCCL's
+and, from torch 2.13 on, Gloo's. Point-to-point calls over Gloo are not among them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 
-# Completed calls of each group that are kept, and calls in all: a rank may have many under way.
+# How many completed calls of each group are kept, and how many calls in all: a rank may have many under way.
 _DONE, _MOST = 3, 16
-# What a record may hold: it comes from another process, maybe on another host.
+# The most that a record may hold: it comes from another process, maybe on another host.
 _MAX_TEXT: Final = 200
 _MAX_SIZES: Final = 64
 
@@ -28,14 +28,14 @@ def compact(
     """The last calls of each group.
 
     Args:
-        dumps: what torch's recorders hold, as JSON: NCCL's is its own.
+        dumps: what torch's recorders hold, as JSON; NCCL has a recorder of its own.
         ranks: by the name of a group, the global ranks of its members, in order.
-        now_ns: of the wall clock of the process that was recorded.
+        now_ns: the wall clock of the recorded process, in nanoseconds.
         at: where the main thread is, in words.
 
     Returns:
-        For each group and backend: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with ``seq``, ``op``,
-        ``sizes`` (of its inputs), ``dtype``, ``done``, ``seconds`` since it began, and ``at`` if it is not done.
+        For each group and backend: ``name``, ``about`` (torch's ``group_desc``), ``ranks``, and ``calls`` in order, each with
+        ``seq``, ``op``, ``sizes`` (of its inputs), ``dtype``, ``done``, ``seconds`` since it started, and ``at`` if not done.
     """
     entries = [each for dump in dumps for each in json.loads(dump).get("entries") or ()]
     groups: dict[str, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ def compact(
         dtypes = each["input_dtypes"] or each["output_dtypes"] or [""]
         calls = group["calls"]
         if calls and each["collective_seq_id"] < calls[-1]["seq"]:
-            calls.clear()  # of a group that was destroyed: another one has its name, and counts anew
+            calls.clear()  # of a destroyed group: another one has its name, and starts counting again
         calls.append(
             {
                 "seq": each["collective_seq_id"],
@@ -81,13 +81,13 @@ def entered(
     """When a rank entered the last calls of each group.
 
     Args:
-        dumps, ranks: as of :func:`compact`.
-        most: calls in all groups together.
+        dumps, ranks: as for :func:`compact`.
+        most: the most calls, in all groups together.
 
     Returns:
         For each group and backend with more than one member: ``name``, ``ranks``, and in order of the calls ``seqs``, ``times``
         (microseconds since the first of them, which was at ``since``, in nanoseconds of the host's wall clock) and ``kinds``
-        (calls of the same operation and sizes have the same).
+        (calls of the same operation and sizes have the same kind).
     """
     calls: dict[str, list[tuple[int, int, int]]] = {}
     members: dict[str, list[int]] = {}
@@ -144,7 +144,7 @@ def _are_numbers(values: object) -> bool:
 
 
 def begun(statuses: Sequence[bytes | str]) -> int:
-    """How many collectives a rank has begun, in all groups together.
+    """How many collectives a rank has started, in all groups together.
 
     Args:
         statuses: what torch's recorders hold, without the calls, as JSON.

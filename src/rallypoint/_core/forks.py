@@ -84,7 +84,7 @@ class Lock:
         self._lock = threading.Lock()
 
     def acquire(self, timeout: float = -1) -> bool:
-        """As of :class:`threading.Lock`; a negative ``timeout`` waits for ever."""
+        """As for :class:`threading.Lock`; a negative ``timeout`` waits forever."""
         abandon_in_child(self)
         return self._lock.acquire(timeout=timeout)
 

@@ -29,7 +29,7 @@ def room(descriptors: int, most: int = _MOST) -> int:
     """How many half-open connections a listener may hold.
 
     Args:
-        descriptors: this process's limit of open files.
+        descriptors: this process's limit on open files.
         most: upper limit of the result.
     """
     return max(_LEAST, min(most, descriptors // _SHARE))

@@ -1,4 +1,4 @@
-"""What this machine is called where people and engines are told about it."""
+"""The name under which this machine is reported to people and engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of Join that are open in this process: for sessions, which know nothing of Join."""
+"""The Join blocks that are open in this process: for sessions, which know nothing of Join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _open = 0
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """A block is open until the context ends."""
+    """Count a block as open until the context ends."""
     global _open  # noqa: PLW0603  one process has one script
     _open += 1
     try:

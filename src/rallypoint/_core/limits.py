@@ -12,7 +12,7 @@ from pathlib import Path
 FILES_PER_WORKER = 3
 # Private memory of a fork of a Python process with torch, at least.
 MEMORY_PER_WORKER = 8 << 20
-# The most processes that Linux allows on machines of 64 bits (include/linux/threads.h).
+# The most processes that Linux allows on 64-bit machines (include/linux/threads.h).
 PID_MAX_LIMIT = 4 * 1024 * 1024
 
 
@@ -46,7 +46,7 @@ def working_directory() -> str | None:
 
 
 def most_processes() -> tuple[int, str]:
-    """The tightest limit of the number of processes, and its name."""
+    """The tightest limit on the number of processes, and its name."""
     found = [(_number("/proc/sys/kernel/pid_max"), "kernel.pid_max")]
     found.append((_number("/proc/sys/kernel/threads-max"), "kernel.threads-max"))
     found += [(limit, str(path)) for limit, _, path in _pid_cgroups()]
@@ -59,7 +59,7 @@ def most_processes() -> tuple[int, str]:
 
 
 def why_not(workers: int) -> str | None:
-    """Why this machine cannot run so many workers at all, or None."""
+    """Why this machine cannot run that many workers at all, or None."""
     most, name = most_processes()
     if workers >= most:
         return f"no more than {most} processes may run here ({name})"
@@ -75,7 +75,7 @@ def why_not(workers: int) -> str | None:
 
 
 def allow_open_files() -> int | None:
-    """Raise the soft limit of open files to the hard limit. Returns the old soft limit if it was lower, else None."""
+    """Raise the soft limit on open files to the hard limit. Returns the old soft limit if it was lower, else None."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return None

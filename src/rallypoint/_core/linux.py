@@ -1,7 +1,7 @@
-"""System calls that the kernel has, and not every Python.
+"""System calls that the kernel has, but not every Python.
 
-A Python that was built on an old system, to run on all later ones, lacks what that system did not have: those of conda, and those that uv
-installs, have no ``os.pidfd_open`` and no ``os.memfd_create``. The numbers and flags are those of the kernel's headers.
+A Python that was built on an old system, to run on all later ones, lacks what that system lacked: conda's and uv's have
+neither ``os.pidfd_open`` nor ``os.memfd_create``. The numbers and flags are those of the kernel's headers.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
 
 
 def why_no_pidfds() -> str | None:
-    """Why this system has no descriptors of processes; None if it has."""
+    """Why this system has no process descriptors; None if it has them."""
     try:
         os.close(pidfd_open(os.getpid()))
     except OSError as error:
@@ -91,6 +91,6 @@ def _call(function: str, *args: int | bytes) -> int:
 
 @cache
 def _libc() -> Any:
-    import ctypes  # not where Python has all calls
+    import ctypes  # not needed where Python has all calls
 
     return ctypes.CDLL(None, use_errno=True)

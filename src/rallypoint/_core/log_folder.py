@@ -1,7 +1,7 @@
 """The folder of a run: ``attempt_<generation>/<local-rank>/{stdout,stderr}.log``, older parts as ``stdout.log.1``, and so on.
 
-A worker of a session that takes a lost one's place has ``attempt_<generation>.<losses>``, with the generation in which the workers of
-its node were started together. ``ranks.json`` in ``attempt_<generation>`` says which ranks those are, now.
+A worker of a session that takes a lost one's place has ``attempt_<generation>.<losses>``, with the generation in which the
+workers of its node were started together. ``ranks.json`` in ``attempt_<generation>`` says which ranks they have now.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LogFile:
     """The output of one stream of one worker.
 
     Args:
-        path: of the newest part.
-        origin: whose it is; the rank is -1 if it is not known.
+        path: the newest part's path.
+        origin: whose output it is; the rank is -1 if it is not known.
         replaced: the number of the loss after which the worker was started, or 0.
     """
 
@@ -38,18 +38,18 @@ class LogFile:
     replaced: int
 
     def parts(self) -> list[Path]:
-        """The oldest first."""
+        """All parts, the oldest first."""
         every = (*(older(self.path, number) for number in range(OLDER, 0, -1)), self.path)
         return [each for each in every if each.exists()]
 
 
 def older(path: Path, number: int) -> Path:
-    """The name of a full file; 1 is the last one."""
+    """The name of a full file; 1 is the most recent one."""
     return path.with_name(f"{path.name}.{number}")
 
 
 def note_ranks(attempt: Path, host: str, ranks: Mapping[int, int]) -> None:
-    """Write which ranks the local ranks of a generation are.
+    """Write which rank each local rank of a generation has.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""A line of a worker's output as one JSON object, as ``rally run --log-format json`` writes it and ``rally logs`` reads it. Pure."""
+"""A line of a worker's output as a JSON object: ``rally run --log-format json`` writes it, ``rally logs`` reads it. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Origin:
     """Whose line it is.
 
     Args:
-        host: of the worker.
-        rank, local_rank, generation: of the worker; -1 for lines of the supervisor.
+        host: the worker's host.
+        rank, local_rank, generation: the worker's; -1 for lines of the supervisor.
         stream: ``stdout``, ``stderr``, or ``rally`` for lines of the supervisor.
     """
 
@@ -34,7 +34,7 @@ class Line:
     Args:
         origin: whose it is.
         time: seconds since 1970, by the clock of the host; None if it is not known.
-        monotonic: seconds, by the monotonic clock of the host since it was started.
+        monotonic: seconds since the host was started, by its monotonic clock.
         text: without the end of the line.
     """
 
@@ -72,7 +72,7 @@ def parse(data: bytes, usual: Origin) -> Line:
             return _line(json.loads(data), usual)
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # the script prints JSON of its own
-    # Of a progress bar, the last state.
+    # The last state of a progress bar.
     text = data.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
     return Line(origin=usual, time=None, monotonic=None, text=text)
 

@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 # In the command lines of processes that remove what others have left: multiprocessing's, loky's, torch's.
 _CLEANERS = (b"resource_tracker import main", b"torch_shm_manager")
-# How long they may wait once the others are gone. The end of a pipe tells them; that takes milliseconds.
+# How long they may wait once the others are gone. The end of a pipe tells them, within milliseconds.
 _CLEAN_UP = 0.5
 
 
@@ -37,7 +37,7 @@ def die_with_parent(parent: int) -> None:
     """Make the kernel SIGKILL this process when its parent ends. Call it early in the child.
 
     Args:
-        parent: the expected parent's pid; if the parent is another, it has died already, and this process exits.
+        parent: the expected parent's pid; if another one is the parent, the expected one has died, and this process exits.
     """
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
@@ -137,7 +137,7 @@ def find_command(name: str, variable: str, value: str) -> list[str] | None:
 
     Args:
         name: its program, without folders.
-        variable: one of its environment.
+        variable: a variable of its environment.
         value: the variable's value.
     Returns:
         Its words; None if there is no such process.
@@ -356,11 +356,11 @@ def cleans_up(pid: int) -> bool:
 
 
 class Ending:
-    """Who is to be killed when. Processes that clean up after others get a moment once these have ended: otherwise what
-    was shared stays in /dev/shm for ever.
+    """Which processes to kill, and when. Those that clean up after others get a moment once the others have ended: otherwise
+    what was shared stays in /dev/shm forever.
 
     Args:
-        patience: seconds for those that are at work, or that have only begun and want a CPU. One that waits has half a second.
+        patience: seconds for those that are at work, or have only started and want a CPU; half a second for idle ones.
     """
 
     def __init__(self, patience: float) -> None:

@@ -1,8 +1,8 @@
-"""How far a worker of a session has come: numbers at the beginning of its memory, which its supervisor reads without asking.
+"""How far a worker of a session has got: numbers at the start of its memory, which its supervisor reads without asking.
 
-For each process group: how many collectives the worker has begun in it. A worker that is stuck has begun fewer than those that
-wait for it. The counts begin anew at certain places, after a loss for example. Each worker comes to these in its own time, so the
-number of the last such place stands beside the counts: those of different places say nothing about each other.
+For each process group, this is how many collectives the worker has started in it. A stuck worker has started fewer than
+those that wait for it. The counts restart at certain places, for example after a loss. Each worker reaches these in its
+own time, so the number of the last such place is kept beside the counts: counts from different places cannot be compared.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from mmap import mmap
 
 
-# Bytes of the memory that are for this.
+# Bytes of the memory that are used for this.
 SIZE = 1024
-# One group: its key (0: none), the collectives that were begun.
+# One group: its key (0: none), and how many collectives were started.
 _ENTRY = struct.Struct("=QQ")
 # In place of a group's key: the number of the place from which the worker counts.
 COUNTED_FROM = (1 << 64) - 1
@@ -28,13 +28,13 @@ def key_of(group: str) -> int:
 
 
 def read(fd: int) -> dict[int, int]:
-    """What the worker with this memory has begun: collectives by the key of their group, and :data:`COUNTED_FROM`."""
+    """The collectives that the worker with this memory has started, by the key of their group, and :data:`COUNTED_FROM`."""
     found = _ENTRY.iter_unpack(os.pread(fd, SIZE, 0))
     return {key: begun for key, begun in found if key}
 
 
 def collectives(fd: int) -> int:
-    """How many the worker with this memory has begun, in all groups together."""
+    """How many collectives the worker with this memory has started, in all groups together."""
     return sum(begun for key, begun in read(fd).items() if key != COUNTED_FROM)
 
 
@@ -42,7 +42,7 @@ class Progress:
     """The worker's side.
 
     Args:
-        memory: where it is written; its first :data:`SIZE` bytes.
+        memory: where the counts are written: its first :data:`SIZE` bytes.
     """
 
     def __init__(self, memory: mmap) -> None:
@@ -54,8 +54,8 @@ class Progress:
         """Count from 0, at the same place of the program in all members.
 
         Args:
-            groups: to be counted; those beyond the 63rd are not.
-            place: its number, greater than that of the place before.
+            groups: those to count; any beyond the 63rd are not counted.
+            place: the place's number, greater than that of the place before.
         """
         self._begun.clear()
         self._memory[:SIZE] = bytes(SIZE)
@@ -65,7 +65,7 @@ class Progress:
             _ENTRY.pack_into(self._memory, at, *self._begun[group][1:])
 
     def begin(self, group: str) -> None:
-        """A collective of this group begins."""
+        """Count a collective of this group that starts."""
         entry = self._begun.get(group)
         if entry is not None:
             entry[2] += 1

@@ -1,7 +1,7 @@
 """Changes to exceptions that programs raised: their tracebacks, causes and notes.
 
-A class may forbid that attributes are set, as a frozen dataclass does. The interpreter sets these all the same, when an
-exception is raised; so do these functions. An assignment would raise, in the place of the program's own error.
+A class may forbid that attributes are set, as a frozen dataclass does. The interpreter sets these all the same when an
+exception is raised, and so do these functions. An assignment would raise an error in place of the program's own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def set_args(error: BaseException, args: tuple[object, ...]) -> None:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note(note)``. If the program has put something else than a list there, it stays."""
+    """``error.add_note(note)``. If the program has put something other than a list there, it stays."""
     notes = _DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

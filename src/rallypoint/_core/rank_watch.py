@@ -1,7 +1,7 @@
 """In a warm spare: whether the script asks for its rank before a session, and where.
 
-A spare runs the script up to the session as one of the ranks. If nothing asks which, it can take any other one over. Torch asks,
-too, but keeps no rank in what a session with replicated state holds.
+A spare runs the script up to the session as one of the ranks. If nothing asks which one, it can take over any
+other. Torch asks, too, but keeps no rank in what a session with replicated state holds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _samplers: list[Any] = []
 
 
 def begin() -> None:
-    """Notice from now on if this process asks for its rank. Once."""
+    """From now on, notice whether this process asks for its rank. Call it once."""
     global _is_watching  # noqa: PLW0603  one process is one worker
     _is_watching = True
     variables: Any = environment.process_environment()
@@ -52,14 +52,14 @@ def begin() -> None:
 
 
 def bind(why: str) -> None:
-    """What the script has made is that of one rank."""
+    """Note that what the script has made belongs to one rank."""
     global _asked  # noqa: PLW0603  one process is one worker
     if _is_watching and not _asked:
         _asked = why
 
 
 def note() -> None:
-    """The rank is being told to the caller's caller."""
+    """Note that the caller's caller is being told the rank."""
     if not _is_watching or _asked:
         return
     frame: FrameType | None = inspect.currentframe()
@@ -82,11 +82,11 @@ def why_bound() -> str:
 
 
 def end(before: int, rank: int) -> None:
-    """The process has taken a rank over. Distributed samplers that it has made become that rank's.
+    """Stop watching: the process has taken over a rank. Distributed samplers that it has made become that rank's.
 
     Args:
-        before: the rank as which it has run the set-up.
-        rank: the one that it is now.
+        before: the rank that it ran the set-up as.
+        rank: the rank that it is now.
     """
     global _is_watching  # noqa: PLW0603  one process is one worker
     _is_watching = False
@@ -102,7 +102,7 @@ def _passes_on(frame: FrameType) -> bool:
 
 
 def _is_harmless(module: str) -> bool:
-    # Torch's private packages (its compiler, its log) ask for messages and names of files.
+    # Torch's private packages (its compiler, its log) ask for the sake of messages and file names.
     return module.startswith("torch._") or any(
         module == each or module.startswith(f"{each}.") for each in _HARMLESS
     )

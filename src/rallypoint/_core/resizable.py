@@ -1,4 +1,4 @@
-"""Objects that know how many ranks there are, and are told if a session goes on with another number of them."""
+"""Objects that know how many ranks there are, and are told if a session continues with a different number of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Resizable(Protocol):
     """An object that is told."""
 
     def can_resize(self, replica: int) -> bool:
-        """Whether it can be told of more or fewer replicas of so many ranks each."""
+        """Whether it can cope with more or fewer replicas of this many ranks each."""
 
     def resize(self, rank: int, ranks: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. The groups that it holds are renewed already."""
+        """From now on there are this many ranks, and this process is one of them. The object's groups are renewed already."""
 
 
 _living: weakref.WeakSet[Resizable] = weakref.WeakSet()
@@ -25,5 +25,5 @@ def register(each: Resizable) -> None:
 
 
 def living() -> list[Resizable]:
-    """All of them."""
+    """All objects to tell."""
     return list(_living)

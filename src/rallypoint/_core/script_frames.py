@@ -1,7 +1,7 @@
-"""Where the user's code begins in the Python stack of a worker. Pure.
+"""Where the user's code starts in the Python stack of a worker. Pure.
 
-What started the script is above it. Other code of the launcher may be below: a `print` that waits for the reader of a pipe, the making
-of the first process group. What lies between is what the user looks for.
+The frames that started the script are above it. Other code of the launcher may be below: a `print` that waits for a pipe's
+reader, the creation of the first process group. The user looks for what lies in between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 # In a worker, all of the user's code is called from here. (With the method `fork`, the caller's script is above.)
 _STARTS = re.compile(r"/rallypoint/launch/worker/bootstrap\.py$")
-# What may be on the way from there to it.
+# What may be on the way from there to the user's code.
 _BETWEEN = re.compile(r"/rallypoint/launch/|^<frozen runpy>$")
 # In a process that the script has forked, the script's own stack is above.
 _OF_CHILD = re.compile(r"/multiprocessing/process\.py$")

@@ -8,7 +8,7 @@ All processes of a job share one secret. A process takes it from the first of
 4. its launcher: in memory, if this process is a fork of the launcher's (:func:`hold`), through the inherited
    descriptor whose number is in ``RALLY_SECRET_FD``, or at the path in ``RALLY_SECRET_PROC``: a descriptor of the
    launcher, which only processes of the same user can open, and only while the launcher lives. So a worker may
-   execute itself anew, and start programs, without passing anything on.
+   re-execute itself, and start programs, without passing anything on.
 
 The secret itself is never used as a key. Each purpose has its own derived key (:func:`derive`), so that what is
 authenticated for one purpose is not accepted for another.

@@ -16,14 +16,14 @@ from . import supervisor_line
 
 
 SIZE = 4096
-# Length of the rest and its checksum: the reader may come in the middle of a write.
+# Length and checksum of the rest: the reader may read during a write.
 _HEAD = struct.Struct("=II")
 # The longest content, in bytes.
 ROOM = SIZE - _HEAD.size
 
 
 def share(name: str) -> mmap.mmap | None:
-    """Memory that the supervisor of this process has the descriptor of.
+    """Memory whose descriptor the supervisor of this process has.
 
     Args:
         name: tells pages of one kind from others.
@@ -67,7 +67,7 @@ def is_page(fd: int, name: str) -> bool:
 
 
 def read(fd: int) -> bytes | None:
-    """The content; None if there is none yet, or it is not readable just now."""
+    """The content; None if there is none yet, or it cannot be read just now."""
     for _ in range(3):  # the worker may be writing
         try:
             data = os.pread(fd, SIZE, 0)

@@ -1,4 +1,4 @@
-"""Threads for what may be left out: a look at a job must not end it because no thread or descriptor is left."""
+"""Threads for work that may be skipped: looking at a job must not end it because no thread or descriptor is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 
 def begin(work: Callable[[], None], name: str) -> bool:
-    """Run something in a daemon thread. Returns whether there was one left."""
+    """Run something in a daemon thread. Returns whether a thread could be started."""
     try:
         threading.Thread(target=work, name=name, daemon=True).start()
     except RuntimeError:
@@ -18,7 +18,7 @@ def begin(work: Callable[[], None], name: str) -> bool:
 
 
 def duplicates(fds: Mapping[int, int]) -> dict[int, int] | None:
-    """Copies of descriptors, by the same keys; None if there is none left. :func:`close` them."""
+    """Copies of descriptors, by the same keys, to be closed with :func:`close`; None if no descriptor is left."""
     found: dict[int, int] = {}
     try:
         for key, fd in fds.items():

@@ -1,4 +1,4 @@
-"""How a worker shows where it is: its stacks at a signal, without Python's help; its collectives, when it is asked."""
+"""How a worker shows where it is: its stacks on a signal, without Python's help; its collectives, when asked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import socket
 
 # Asks a process for its stacks; no other use of this signal is known.
 STACK_SIGNAL = signal.SIGRTMIN + 22
-# Ask the thread of this name, if there is one, for the worker's last collectives, for how many it has begun, for when it entered
-# them, for where its main thread is, or for the memory of its devices. It answers with a line of JSON.
+# Ask the thread of this name, if there is one, for the worker's last collectives, how many it has started, when it entered
+# them, where its main thread is, or the memory of its devices. The answer is a line of JSON.
 ASK_COLLECTIVES, ASK_BEGUN, ASK_ENTERED, ASK_PLACE = b"?", b"#", b"@", b"^"
 ASK_DEVICES = b"$"
 # Has it record what the process does: followed by JSON and a newline (:mod:`rallypoint.launch.worker.profiling`).
@@ -19,7 +19,7 @@ THREAD = "rally-line"
 
 
 def answer(fd: int) -> None:
-    """In a worker: write the stacks of all threads here whenever :data:`STACK_SIGNAL` comes. Forked children inherit that.
+    """In a worker: write the stacks of all threads here on each :data:`STACK_SIGNAL`. Forked children inherit that.
 
     The handler is C code. It needs no GIL, and interrupted system calls are restarted where the kernel can.
     """

@@ -1,7 +1,7 @@
 """What a command prints: in any encoding, and wherever it goes.
 
-``rally … | head`` ends the reader, a disk is full, ``LC_ALL=de_DE.ISO-8859-1`` has no ``│``: none of these is worth a traceback, and
-none changes the exit code of a job.
+``rally … | head`` ends the reader, a disk is full, ``LC_ALL=de_DE.ISO-8859-1`` has no ``│``: none of these is worth a traceback,
+and none changes the exit code of a job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from rallypoint.errors import RallyError
 
 
-# What stands for a character that an encoding lacks; all others are escaped.
+# Replacements for characters that an encoding may lack; all others are escaped.
 _PLAIN = dict(zip("│├└─━╸…→·µ", ("|", "|", "`", "-", "=", "-", "...", "->", "-", "u"), strict=True))
 # The name by which Python finds :func:`_in_plain`.
 PLAIN = "rallypoint.plain"
@@ -30,11 +30,11 @@ class ReaderGone(RallyError):
 
 
 def set_up() -> None:
-    """Print what the encoding of stdout and stderr lacks in ASCII, as near as it gets."""
+    """From now on, print what the encoding of stdout and stderr lacks as the nearest ASCII."""
     codecs.register_error(PLAIN, _in_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # It has taken effect before it looks for its place in the file: there is none if that has become a pipe (dup2).
+            # This takes effect before it fails to find its position in the file, if that has become a pipe (dup2).
             with contextlib.suppress(OSError):
                 stream.reconfigure(errors=PLAIN)
 
@@ -50,7 +50,7 @@ def _in_plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def encoding() -> str:
-    """That of stderr, for text that is written past Python's stream, with :data:`PLAIN` for what it lacks."""
+    """The encoding of stderr, for text written past Python's stream, with :data:`PLAIN` for what it lacks."""
     codecs.register_error(PLAIN, _in_plain)
     return getattr(sys.stderr, "encoding", None) or "utf-8"
 
@@ -65,7 +65,7 @@ def write(text: str, *, flush: bool = True) -> None:
 
     Args:
         text: with its newlines.
-        flush: at once. Otherwise a later call may raise.
+        flush: do so at once. Otherwise a later call may raise.
 
     Raises:
         ReaderGone: the other end of the pipe is closed.
@@ -84,7 +84,7 @@ def write(text: str, *, flush: bool = True) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stderr. What cannot be written is lost: there is nobody to be told."""
+    """A line on stderr. What cannot be written is lost: there is nobody to tell."""
     if sys.stderr is None:  # 2>&-
         return
     try:
@@ -94,7 +94,7 @@ def say(text: str) -> None:
 
 
 def settle() -> None:
-    """Write what is left; lose it if that fails. Python would end with exit code 120 then, whatever the command's own is."""
+    """Write what is left; drop it if that fails. Python would otherwise exit with code 120, whatever the command's own is."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue

@@ -1,9 +1,9 @@
-"""The step that a worker is in, as it says itself: numbers in memory that its supervisor reads without asking.
+"""The step that a worker is in, as it reports itself: numbers in memory that its supervisor reads without asking.
 
 The worker shares a page of memory when it reports its first step (:mod:`.shared_page`). From then on a report is a write to it.
 
-Between two batches, the processor's caches hold the model. Code that runs once a step comes from memory, and takes ten times longer
-than in a loop of its own: 70 us for all that a report says. So it says all ten times a second, and only the step in between.
+Between two batches, the processor's caches hold the model. Code that runs once a step comes from memory, and takes ten times
+longer than in a loop of its own: 70 us for a whole report. So that is written ten times a second, and only the step in between.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from . import shared_page
 
 # The name of the page.
 NAME = "rally-steps"
-# A name is cut after so many bytes; metrics beyond the limit are left out: everything fits in the page.
+# A name is cut after this many bytes; metrics beyond the limit are left out: everything fits in the page.
 MAX_METRICS, MAX_NAME = 16, 40
 # Seconds after which a step counts for 1/e in the rate.
 MEMORY = 20.0
-# Steps are late when the last one took so many times longer than usual, and so many seconds at least.
+# Steps are late when the last one is this many times longer ago than usual, and at least this many seconds.
 LATE, LATE_SECONDS = 3.0, 10.0
-# Who reports: whoever knows more about the script than the one before. join.batches, a session, the script itself.
+# Who reports, in order of how much each knows about the script: join.batches, a session, the script itself.
 BY_LOOP, BY_SESSION, BY_SCRIPT = 1, 2, 3
-# Step, total (-1: unknown), when on this host's monotonic clock, steps and seconds of the rate, number of metrics.
+# Step, total (-1: unknown), time on this host's monotonic clock, steps and seconds of the rate, number of metrics.
 _BODY = struct.Struct("=qqdddI")
-# At the end of the page, without a checksum: a step, when, and the step again. Native: numbers are written in one piece each.
+# At the end of the page, without a checksum: a step, its time, and the step again. Native: one write a number.
 _LATEST = struct.Struct("qdq")
 _AT = shared_page.SIZE - _LATEST.size
 # The same places among numbers of eight bytes.
 _STEP, _WHEN, _AGAIN = (_AT // 8 + each for each in range(3))
-# Seconds from one report that says all to the next.
+# Seconds from one whole report to the next.
 WHOLE_EVERY = 0.1
 
 
@@ -44,8 +44,8 @@ class Steps(NamedTuple):  # importing dataclasses would take longer than this pa
 
     Args:
         step, total: as it counts them; None: it does not know the total.
-        at: when it came to this step, on the host's monotonic clock.
-        rate: steps per second of late; None before the second one.
+        at: when it reached this step, on the host's monotonic clock.
+        rate: recent steps per second; None before the second step.
         metrics: its numbers, in its order.
     """
 
@@ -56,10 +56,10 @@ class Steps(NamedTuple):  # importing dataclasses would take longer than this pa
     metrics: dict[str, float]
 
     def facts(self, now: float) -> dict[str, Any]:
-        """For those who ask: JSON.
+        """The same for those who ask, as JSON values.
 
         Args:
-            now: on the host's monotonic clock.
+            now: the time on the host's monotonic clock.
         """
         ago = max(0.0, now - self.at)
         is_late = self.rate is not None and ago > max(LATE_SECONDS, LATE / self.rate)
@@ -82,7 +82,7 @@ class Steps(NamedTuple):  # importing dataclasses would take longer than this pa
 
 
 def read(fd: int) -> Steps | None:
-    """What a worker has reported; None if that is nothing, or not readable just now."""
+    """What a worker has reported; None if it has reported nothing, or it cannot be read just now."""
     content = shared_page.read(fd)
     whole = None if content is None or len(content) < _BODY.size else _parsed(content)
     if whole is None:
@@ -118,10 +118,10 @@ class Reporter:
         memory: the page.
 
     Attributes:
-        given: how many metrics the last report that said all was given.
+        given: how many metrics the last whole report was given.
     """
 
-    # Looked up in each step, and faster than in a dictionary.
+    # Used in each step, and found faster than in a dictionary.
     __slots__ = (
         *("_at", "_by", "_floats", "_integers", "_latest", "_memory", "_metrics", "_names"),
         *("_seconds", "_step", "_steps", "_whole_at", "given"),
@@ -130,20 +130,20 @@ class Reporter:
     def __init__(self, memory: mmap.mmap) -> None:
         self._by = BY_LOOP
         self._memory = memory
-        # Written in half the time that `struct` takes.
+        # Writing through these takes half the time of `struct`.
         view = memoryview(memory)
         self._integers, self._floats = view.cast("q"), view.cast("d")
-        self._step: int | None = None  # of the last report that said all
+        self._step: int | None = None  # of the last whole report
         self._at = 0.0
-        self._latest = -1  # of the last one
-        self._whole_at = 0.0  # when the next one says all; 0: there is no rate yet
+        self._latest = -1  # of the last report
+        self._whole_at = 0.0  # when the next whole report is due; 0: there is no rate yet
         self.given = 0
         self._steps = self._seconds = 0.0
         self._metrics: tuple[str, ...] = ()
         self._names = b""
 
     def note_step(self, by: int, step: object, total: object, now: float, given: int = 0) -> bool:
-        """Write the step alone; False if it is time to write all, or more has changed than the step."""
+        """Write only the step; False if a whole report is due, or more than the step has changed."""
         if (
             now < self._whole_at
             and type(step) is int
@@ -163,17 +163,17 @@ class Reporter:
     def note(
         self, by: int, step: int, total: int | None, metrics: dict[str, float], now: float
     ) -> None:
-        """Write that this process has come to a step."""
+        """Write a whole report: this process has reached a step."""
         if by < self._by:
             return
         last = self._step
         if (
             last is None or step < self._latest or by > self._by
-        ):  # the first one, or another loop begins
+        ):  # the first one, or another loop starts
             self._steps = self._seconds = 0.0
             self._step, self._at, self._by = step, now, by
         elif step > last:
-            # The same step once more: it began when it was told first.
+            # The same step once more: it started when it was first reported.
             at = now if step > self._latest else self._floats[_WHEN]
             passed = at - self._at
             decay = math.exp(-passed / MEMORY)
@@ -206,18 +206,18 @@ _reporter: Reporter | None = None
 def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: SupportsFloat) -> None:
     """Report how far this worker is: for the progress bar of ``rally run``, ``rally ps``, ``rally top`` and metrics.
 
-    Costs some 15 microseconds of a step. Without ``rally run``, and in children of a worker, it does nothing. Every rank may call it; the bar
-    shows that of rank 0. Not collective, never blocks.
+    Costs some 15 microseconds of a step. Without ``rally run``, and in children of a worker, it does nothing. Every rank may
+    call it; the bar shows rank 0's. Not collective, never blocks.
 
     Args:
-        step: the number of steps that are complete; of any unit that the script counts in. A smaller one than before
-            begins a new loop.
-        total: how many there will be, if that is known.
-        metrics: numbers to be shown with it, such as ``loss=0.31``; at most 16. A tensor on a GPU is waited for, as ``float``
+        step: the number of complete steps, in any unit that the script counts in. A smaller number than before starts a
+            new loop.
+        total: how many there will be, if known.
+        metrics: numbers to show with it, such as ``loss=0.31``; at most 16. A tensor on a GPU is waited for, as ``float``
             does.
 
-    The total and the metrics are taken ten times a second, and with the last step. What is no number is left out: a message for
-    people must not end a training run.
+    The total and the metrics are taken ten times a second, and with the last step. What is not a number is left out: a
+    message for people must not end a training run.
     """
     reporter = _reporter
     if reporter is not None and reporter.note_step(
@@ -236,7 +236,7 @@ def progress(step: SupportsInt, total: SupportsInt | None = None, **metrics: Sup
 
 
 def report(by: int, step: int, total: int | None = None) -> None:
-    """The same from parts of this package, which count for scripts that do not call :func:`progress`.
+    """The same, from parts of this package that count for scripts that do not call :func:`progress`.
 
     Args:
         by: :data:`BY_LOOP` or :data:`BY_SESSION`.
@@ -272,7 +272,7 @@ def _numbers(metrics: dict[str, SupportsFloat]) -> dict[str, float]:
 
 
 def _current() -> Reporter | None:
-    """This process's reporter; the first call makes it. None in a process that is no worker."""
+    """This process's reporter; the first call makes it. None in a process that is not a worker."""
     global _reporter  # noqa: PLW0603  one process is one worker
     if _reporter is not None:
         return _reporter

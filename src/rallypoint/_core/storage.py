@@ -1,6 +1,6 @@
 """A place for files: a directory, or a URL that fsspec understands.
 
-fsspec comes with torch. It is imported for URLs only; what a scheme needs besides (s3fs, gcsfs, …) is the user's to install.
+fsspec comes with torch. It is imported for URLs only; the user must install what else a scheme needs (s3fs, gcsfs, …).
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, BinaryIO, Protocol, cast
 
 
 class Storage(Protocol):
-    """Files by their path below one root. Every method raises OSError, or what the driver of a URL raises."""
+    """Files by their path below one root. Every method may raise OSError, or what the driver of a URL raises."""
 
     def __str__(self) -> str:
         """The root, as the user wrote it."""
 
     def make(self, folder: str) -> None:
-        """Make a folder, with all above it; it may exist."""
+        """Make a folder, and all folders above it; it may exist."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What a folder holds; nothing if there is no such folder."""
+        """The names in a folder; none if there is no such folder."""
 
     def read(self, path: str) -> bytes:
         """A whole file."""
@@ -33,7 +33,7 @@ class Storage(Protocol):
         """A file, for reading (``rb``) or writing (``wb``)."""
 
     def sync(self, file: BinaryIO) -> None:
-        """Have what was written reach the disk, before the file is closed."""
+        """Make what was written reach the disk, before the file is closed."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write a file that others see whole or not at all."""
@@ -82,7 +82,7 @@ class Directory:
 
     def put(self, path: str, data: bytes) -> None:
         target = self._root / path
-        # The files beside it first, then the file, then its name: after a power cut there is no record without them.
+        # Sync the files beside it first, then the file, then its name: no power cut can leave a record without them.
         _sync_folder(target.parent)
         temporary = target.with_name(target.name + ".tmp")
         with temporary.open("wb") as file:
@@ -110,7 +110,7 @@ class Directory:
 
 
 class Remote:
-    """What a URL names.
+    """The storage that a URL names.
 
     Raises:
         ValueError: no driver knows its scheme.   ImportError: the driver is not installed.
@@ -148,7 +148,7 @@ class Remote:
         return cast("BinaryIO", self._fs.open(self._at(path), mode))
 
     def sync(self, file: BinaryIO) -> None:
-        """Nothing: drivers upload a file when it is closed."""
+        """Do nothing: drivers upload a file when it is closed."""
 
     def put(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(self._at(path), data)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 # Of this process: its id, the descriptor, and the socket's identity.
 _held: tuple[int, int, tuple[int, int]] | None = None
-# What is to be called in forks of this process that become workers.
+# Functions to call in forks of this process that become workers.
 _awaited: list[Callable[[], None]] = []
 
 
@@ -22,7 +22,7 @@ def hold(fd: int) -> None:
 
 
 def when_held(function: Callable[[], None]) -> None:
-    """Call this now, if this process is a worker, and in each fork of it that becomes one, before any other code of its script."""
+    """Call this now if this process is a worker, and in each fork of it that becomes one, before any other code of its script."""
     _awaited.append(function)
     if held() is not None:
         function()
@@ -30,7 +30,7 @@ def when_held(function: Callable[[], None]) -> None:
 
 @contextmanager
 def nothing_awaited() -> Iterator[None]:
-    """Modules that are imported in this block are executed once more in the workers that import them, and ask again."""
+    """Forget what this block asks for: modules imported in it run again in the workers that import them, and ask again."""
     before = list(_awaited)
     try:
         yield
@@ -39,14 +39,14 @@ def nothing_awaited() -> Iterator[None]:
 
 
 def held() -> int | None:
-    """The descriptor; None in a process that is no worker, also in a worker's child."""
+    """The descriptor; None in a process that is not a worker, including a worker's child."""
     if _held is None or _held[0] != os.getpid():
         return None
     return _held[1]
 
 
 def leads_there(fd: int) -> bool:
-    """Whether a descriptor still is the one that was held: a script that closes all may open another one under its number."""
+    """Whether a descriptor is still the one that was held: a script that closes all may open another one under its number."""
     try:
         return _held is not None and _identity(fd) == _held[2]
     except OSError:

@@ -15,7 +15,7 @@ from . import forks
 from .half_open import HalfOpen, source_of
 
 
-# Strangers at a time.
+# The most strangers at a time.
 MOST_STRANGERS = 64
 # Seconds until the next try when a process has no descriptor or thread left.
 _AGAIN = 0.1
@@ -30,7 +30,7 @@ class ThreadedListener:
     Args:
         listener: bound and listening; it is taken over.
         serve: called in a thread of its own; the connection is closed when it returns. Raises nothing.
-        name: of the threads.
+        name: the threads' name.
     """
 
     def __init__(self, listener: socket.socket, serve: Serve, name: str) -> None:
@@ -46,11 +46,11 @@ class ThreadedListener:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     def drain(self, seconds: float) -> None:
-        """End all connections; what has arrived is still read. Blocks: until all are served, for so long each at most."""
+        """End all connections; what has arrived is still read. Blocks: until all are served, at most this long for each."""
         with self._lock:
             threads = self._threads.copy()
         for sock, thread in threads.items():
@@ -58,7 +58,7 @@ class ThreadedListener:
             thread.join(seconds)
 
     def close(self) -> None:
-        """Accept no more. Connections that are being served go on; a second call does nothing."""
+        """Accept no more connections. Those being served continue; a second call does nothing."""
         self._closed.set()
         _shut(self._listener)  # wakes the thread
         self._thread.join()
@@ -69,16 +69,16 @@ class ThreadedListener:
             try:
                 sock, address = self._listener.accept()
             except OSError:
-                self._closed.wait(_AGAIN)  # out of descriptors, if this is not the end
+                self._closed.wait(_AGAIN)  # out of descriptors, unless it is closed
                 continue
             if not self._begin(sock, source_of(str(address[0]))):
                 self._end(sock)
                 self._closed.wait(_AGAIN)
 
     def _begin(self, sock: socket.socket, source: str) -> bool:
-        """Whether there was a thread left for it."""
+        """Start a thread for a connection. Returns whether one could be started."""
         thread = threading.Thread(target=self._run, args=(sock,), name=self._name, daemon=True)
-        with self._lock:  # who drains finds no thread that has not started
+        with self._lock:  # so drain() finds no thread that has not started
             crowded = self._half_open.add(sock, source)
             if crowded is not None:
                 _shut(crowded[0])  # its thread closes it

@@ -10,14 +10,14 @@ from pathlib import Path
 def listen(listener: socket.socket, path: Path, backlog: int, mode: int | None = None) -> None:
     """Bind a socket to a path, and listen there.
 
-    The path appears once connections are accepted. Who finds a socket that refuses them takes its process for dead, and
-    removes the path.
+    The path appears once connections are accepted. A process that finds a socket that refuses them takes the owner
+    for dead, and removes the path.
 
     Args:
-        mode: of the path.
+        mode: the path's mode.
 
     Raises:
-        OSError: there can be no socket of this name.
+        OSError: a socket of this name cannot be made.
     """
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)

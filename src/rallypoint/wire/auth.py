@@ -13,7 +13,7 @@ There are four messages. Each is a JSON object in a frame: ``RLY1``, its length 
 A proof is an HMAC-SHA256 over its sender's role and both hellos, byte for byte. So nothing in them, the version
 included, can be changed in transit. A proof from an earlier connection is invalid, since the nonces are new, and so is
 one's own proof sent back, since the role is different. The connecting end proves first: merely connecting to a port
-yields no proof on which secrets could be tried offline.
+yields no proof against which secrets could be tried offline.
 
 Either end may send ``{refused}`` with a reason instead of the next message. It is not authenticated: it ends the
 connection, and the reason is shown in quotes.
@@ -83,7 +83,7 @@ class _Handshake:
             both ends.
         nonce: ``NONCE_BYTES`` random bytes, for this connection alone.
         channel: see above.
-        seals: the allowed MACs for what follows, best first; empty: it is protected otherwise.
+        seals: the allowed MACs for what follows, best first; empty: it is protected in another way.
 
     Attributes:
         done: whether the handshake is complete, and the other end authenticated.

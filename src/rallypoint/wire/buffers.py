@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Below this, asking for the addresses costs more than the interpreter's lock is worth.
 _COPY_UNLOCKED: Final = 256 * 1024
 
-# An own handle: argument types set on a shared one would be set for everyone.
+# A handle of our own: argument types set on a shared one would be set for everyone.
 _python = ctypes.PyDLL(None)
 
 
@@ -51,7 +51,7 @@ def copy_into(view: memoryview, source: Buffer, move: Move = ctypes.memmove) -> 
     """Copy all of ``source`` into ``view``, without the interpreter's lock if it is large.
 
     Args:
-        move: copies from an address to another so many bytes, if there are many.
+        move: called for large copies, with the target's address, the source's, and the number of bytes.
 
     Raises:
         ValueError: they differ in size.
@@ -76,7 +76,7 @@ def copy_into(view: memoryview, source: Buffer, move: Move = ctypes.memmove) -> 
 
 
 def address_of(view: memoryview) -> int:
-    """Where its bytes begin."""
+    """The address at which its bytes start."""
     found = _View()
     _get_buffer(view, found, 0)
     _release_buffer(found)

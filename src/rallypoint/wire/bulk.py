@@ -1,11 +1,11 @@
 """MACs of long data, by the fastest method that this Python has.
 
 ``aes-128-gmac`` (NIST SP 800-38D) and ``poly1305`` (RFC 8439: the AEAD with ChaCha20, without a plaintext) run at 7 to 12 GB/s,
-five times as fast as SHA-256 on a processor that has instructions for it. GMAC is the faster one on processors with AES and carry-less
-multiplication, Poly1305 on those with AVX-512; a short race decides. Python has no interface to either without another package, but
-every Python with ``ssl`` has loaded OpenSSL, whose ``EVP`` functions have not changed since 1.0.1. They are called by
-ctypes, and checked against known answers first. If they cannot be found (OpenSSL is linked into the interpreter, with
-its symbols hidden), ``sha-256`` is used, which every Python has. The two ends agree in their handshake.
+five times as fast as SHA-256 on a processor that has instructions for it. GMAC is the faster one on processors with AES
+and carry-less multiplication, Poly1305 on those with AVX-512; a short race decides. Python has no interface to either
+without another package, but every Python with ``ssl`` has loaded OpenSSL, whose ``EVP`` functions have not changed since
+1.0.1. They are called by ctypes, and checked against known answers first. If they cannot be found (OpenSSL is linked into
+the interpreter, with its symbols hidden), ``sha-256`` is used, which every Python has. The two ends agree in their handshake.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Bulk(Protocol):
     """Computes one value at a time. Not thread-safe."""
 
     def begin(self, number: int) -> None:
-        """A new value.
+        """Start a new value.
 
         Args:
-            number: has not been given before, under this key.
+            number: one that has not been given before, under this key.
         """
 
     def update(self, data: memoryview) -> None:
@@ -150,7 +150,7 @@ class _Crypto:
         pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
         self.new = _function(short.EVP_CIPHER_CTX_new, pointer)
         self.free = _function(short.EVP_CIPHER_CTX_free, None, pointer)
-        # OpenSSL can be built without some.
+        # OpenSSL can be built without some of them.
         self.ciphers = {
             each.cipher: _function(getattr(short, each.cipher), pointer)
             for each in _AEADS
@@ -181,7 +181,7 @@ def _crypto() -> _Crypto | None:
     except ImportError:
         return None
     extension = sys.modules[ssl.MemoryBIO.__module__]
-    # With the module itself, names of the libraries that it was linked to are found; linked into the interpreter, its own.
+    # In the module itself, the symbols of the libraries that it is linked to are found; in the interpreter, its own.
     for path in (getattr(extension, "__file__", None), None):
         try:
             return _Crypto(path)
@@ -195,7 +195,7 @@ _KINDS: Final[dict[str, Callable[[bytes], Bulk]]] = {
     Sha256.name: Sha256,
     **{each.name: each for each in _AEADS},
 }
-# What is raced over: few enough bytes that it takes less than a millisecond in all.
+# How many bytes a race is over: few enough that all races take less than a millisecond.
 _RACE_BYTES: Final = 128 * 1024
 _RACES: Final = 3
 
@@ -216,7 +216,7 @@ def _works(kind: type[_Aead]) -> bool:
 
 @cache
 def available() -> tuple[str, ...]:
-    """What this process can compute, the fastest first. Processes of one host may differ in that."""
+    """What this process can compute, the fastest first. Processes on one host may differ in that."""
     working = [each for each in _AEADS if _works(each)]
     data = memoryview(bytearray(_RACE_BYTES))
     best = dict.fromkeys(working, float("inf"))

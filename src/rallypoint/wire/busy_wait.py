@@ -2,7 +2,7 @@
 
 Waking a sleeping core takes as long as a short call. So if the last wait was short, the next one starts as a busy-wait. If
 nothing arrived during it, the other end needs the core more than this one, or has more work to do. Then a growing number
-of waits go without.
+of waits do without.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 
-# Seconds: the length of a busy-wait, and of a wait that counts as short, which has in it the time that a core takes to wake.
+# Seconds: the length of a busy-wait, and of a wait that counts as short, including the time that a core takes to wake.
 SPIN, SHORT = 500e-6, 1e-3
 # Seconds that one look takes at most, unless another thread needs the interpreter or the core. Then the busy-wait ends.
 LOOK = 100e-6
@@ -23,7 +23,7 @@ class BusyWait:
     """For one thread at a time, which waits for one thing. Pure except for the number of cores.
 
     Args:
-        possible: not on a single core, which the other end needs; None: as this process has them.
+        possible: False on a single core, which the other end needs; None: decided by the cores that this process has.
     """
 
     __slots__ = ("_is_short", "_penalty", "_possible", "_skipped")
@@ -35,7 +35,7 @@ class BusyWait:
         self._skipped = 0
 
     def is_worth_it(self) -> bool:
-        """Asked before each wait."""
+        """Whether to busy-wait; asked before each wait."""
         if not self._is_short:
             return False
         if self._skipped:

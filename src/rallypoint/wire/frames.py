@@ -37,7 +37,7 @@ Buffer = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The limits for frames of a peer.
+    """The limits for frames from a peer.
 
     Args:
         payload: bytes of one payload, without tensors.
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
 
 def check(payload: int, buffers: Sequence[memoryview]) -> None:
-    """Check a frame with a payload of so many bytes, and these buffers, against the limits.
+    """Check a frame with a payload of this many bytes, and these buffers, against the limits.
 
     Raises:
         MessageTooLarge: it exceeds one.
@@ -113,7 +113,7 @@ def check(payload: int, buffers: Sequence[memoryview]) -> None:
 def header(
     kind: int, call: int, payload: int, *, flags: int = 0, buffers: int = 0, time_left: int = 0
 ) -> bytes:
-    """The header of a frame whose payload has so many bytes."""
+    """The header of a frame whose payload has this many bytes."""
     return HEADER.pack(payload, kind, flags, buffers, call, time_left, 0)
 
 
@@ -156,8 +156,8 @@ class FrameParser:
 
     Args:
         limits: ``LIMITS`` by default.
-        allocate: returns writable memory of at least so many bytes; a bytearray by default. The size is what a peer has
-            announced, so memory that the system provides as it is filled keeps false announcements cheap.
+        allocate: returns writable memory of at least this many bytes; a bytearray by default. The size is what a peer
+            has announced, so memory that the system provides as it is filled keeps false announcements cheap.
         spare: additional bytes of memory for a derived parser.
     """
 
@@ -286,7 +286,7 @@ class FrameParser:
         buffers: int,
         size: int,
     ) -> bool:
-        """Begin a frame with buffers, or one too large for the parser's memory. True if it is complete already."""
+        """Start a frame with buffers, or one too large for the parser's memory. True if it is already complete."""
         unfinished = _Unfinished(kind, flags, call, time_left, length)
         self._start += size
         if buffers * DESCRIPTOR.size > self._most - size:

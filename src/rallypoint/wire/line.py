@@ -1,7 +1,7 @@
 """A connected socket as a line of frames: any thread sends, one thread at a time receives.
 
 Nothing here waits unless it is asked to: :meth:`Line.send` hands the kernel what it takes and keeps the rest, which
-goes out by :meth:`Line.flush` when the socket can be written to again, or by :meth:`Line.push`, which waits.
+goes out with :meth:`Line.flush` when the socket can be written to again, or with :meth:`Line.push`, which waits.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Sleeper(Protocol):
     """The reader of a line."""
 
     def rest(self) -> Rest | None:
-        """What calls that which sleeps, if it is not to be called as it is."""
+        """What must call the sleeping function; None if it can be called directly."""
 
 
 class Line:
@@ -90,9 +90,9 @@ class Line:
 
     Args:
         sock: connected; it is taken over.
-        parser: takes what comes.
+        parser: takes what arrives.
         kind: the transport's name.
-        on_full: called when the kernel takes no more for now; somebody must call :meth:`flush` when it does.
+        on_full: called when the kernel takes no more for now; somebody must call :meth:`flush` when it does again.
         silence: finds out whether the other end's host is gone, over TCP.
     """
 
@@ -118,8 +118,8 @@ class Line:
         self._left = 0
         # Bytes that were ever put there.
         self._queued = 0
-        # Owners of the memory in the outbox, with the place of their last byte among these: a tensor must not be freed before it is
-        # sent, nor kept until all that follows it is.
+        # Owners of the memory in the outbox, with the place of their last byte among all that were put there: a tensor must
+        # not be freed before it is sent, nor kept until everything after it is sent.
         self._held: deque[tuple[int, object]] = deque()
         self._closed = False
         self._busy_wait = BusyWait()
@@ -192,7 +192,7 @@ class Line:
     def _put(self, view: memoryview) -> None:
         if view:
             if type(view.obj) is bytearray:
-                # A view would keep its owner from resizing it, and the owner may have it back already.
+                # A view would keep the owner from resizing its array, which it may already be using again.
                 view = memoryview(bytes(view))
             self._outbox.append(view)
             self._left += len(view)
@@ -203,7 +203,7 @@ class Line:
             self._held.append((self._queued, held))
 
     def _let_go(self) -> None:
-        """Of those whose last byte the kernel has."""
+        """Let go of the owners whose last byte the kernel has taken."""
         taken = self._queued - self._left
         while self._held and self._held[0][0] <= taken:
             self._held.popleft()
@@ -212,7 +212,7 @@ class Line:
         """Keep a whole frame until the next :meth:`send` or :meth:`flush`: one write for many frames.
 
         Returns:
-            how many bytes are kept now. The caller sees to it that they go out soon.
+            how many bytes are kept now. The caller must see to it that they go out soon.
         """
         with self._lock:
             self._kept.append(piece)
@@ -265,7 +265,7 @@ class Line:
 
         Raises:
             Closed: the other end is gone.
-            DeadlineExceeded: it has not taken it in time.
+            DeadlineExceeded: the other end has not taken it in time.
         """
         while not self.flush():
             left = deadline.remaining()
@@ -308,7 +308,7 @@ class Line:
         return self._parser.received(count)
 
     def read(self, left: float | None, sleeper: Sleeper | None = None) -> list[Frame]:
-        """Wait until something comes, at most ``left`` seconds; an empty list if no frame is complete then.
+        """Wait until something arrives, at most ``left`` seconds. Returns no frames if none is complete by then.
 
         Args:
             sleeper: asked before a sleep. When its rest raises, nothing has been read.
@@ -380,7 +380,7 @@ class Line:
         try:
             poll.register(self._sock, event)
         except ValueError:
-            # Another thread has just closed it, so it has no descriptor any more.
+            # Another thread has just closed it, so it no longer has a descriptor.
             raise Closed("this end has closed the connection") from None
         milliseconds = None if left is None else clock.milliseconds(left)
         return bool(poll.poll(milliseconds) if rest is None else rest.call(poll.poll, milliseconds))
@@ -406,14 +406,14 @@ class Line:
             self._left = 0
             self._held.clear()
             self._sock.close()
-        # It usually refers to this line. Without the cycle, the parser's memory is freed now, not in a later collection.
+        # on_full usually refers to this line. Without the cycle, the parser's memory is freed now, not in a later collection.
         self.on_full = None
 
 
 def _receive(fd: int, end: int, room: int) -> int:
-    """Read what has come into the last ``room`` bytes of some memory, without releasing the GIL.
+    """Read what has arrived into the last ``room`` bytes of some memory, without releasing the GIL.
 
-    A thread that computes in Python would take it, and keep it for 5 ms. The kernel needs a microsecond.
+    A thread that computes in Python would take the GIL, and keep it for 5 ms. The kernel needs a microsecond.
 
     Raises:
         OSError: as ``socket.recv_into``.

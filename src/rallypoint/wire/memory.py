@@ -1,6 +1,6 @@
-"""Within one process: for tests, and for a worker that calls itself.
+"""A transport within one process: for tests, and for a worker that calls itself.
 
-A connection is a pair of sockets all the same, so that it ends, fills up and breaks as the others do.
+A connection is still a pair of sockets, so that it ends, fills up and breaks as others do.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MemoryListener:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        # In a forked child another thread of the parent's may have held the lock.
+        # In a forked child, another thread of the parent may have held the lock.
         with _lock if self._process is forks.process else contextlib.nullcontext():
             if _listeners.pop(self._name, None) is None:
                 return

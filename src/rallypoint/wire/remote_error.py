@@ -6,15 +6,15 @@ The side that raised tries two ways of making the exception again, and sends the
 same type and has the same text, arguments and attributes:
 
 - *by its parts*: the instance is made without its constructor; arguments and attributes are set. This is right
-  for classes whose constructor takes something else than ``args`` or does something else than keep them.
-- *as it pickles itself*. This is right for the classes of C (OSError, UnicodeDecodeError) and for those that
-  define ``__reduce__``. It comes first with these, and where a class has no constructor of its own.
+  for classes whose constructor takes something other than ``args``, or does more than keep them.
+- *as it pickles itself*. This is right for C classes (OSError, UnicodeDecodeError) and for those that define
+  ``__reduce__``. It comes first with these, and where a class has no constructor of its own.
 
-The other side checks type and text again, for its modules may differ. What does not pass there, or passed on
-neither way, becomes a RemoteError with the text of all. Neither side ever raises: what a user's class does
-when it is described or made is caught.
+The other side checks type and text again, since its modules may differ. An exception that fails there, or that
+neither way could make again, becomes a RemoteError with all of the text. Neither side ever raises: whatever a
+user's class raises while it is described or rebuilt is caught.
 
-An exception holds pickled bytes: ``rebuild`` is for descriptions from authenticated peers (wire/auth.py).
+A description holds pickled bytes: ``rebuild`` is for descriptions from authenticated peers (wire/auth.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 from rallypoint.errors import RemoteError
 
 
-# Characters or bytes of the text, the traceback and the pickled exception, each.
+# The most characters or bytes of the text, the traceback and the pickled exception, each.
 LIMIT = 64 * 1024
 _MAX_NOTES = 32
 _NOTES = "__notes__"
@@ -63,7 +63,7 @@ class RemoteTraceback(Exception):
 
     Args:
         traceback: as Python prints it.
-        worker: who raised it.
+        worker: the worker that raised it.
     """
 
     def __init__(self, traceback: str, worker: str) -> None:
@@ -83,7 +83,7 @@ def describe(error: BaseException, limit: int = LIMIT) -> Description:
 
     Args:
         limit: characters of the message, of the notes, of the traceback, and bytes of the pickled exception;
-            what is longer is cut, and says so; an exception whose message was cut is not rebuilt.
+            anything longer is cut, and says so; an exception whose message was cut is not rebuilt.
     """
     message = message_of(error)
     short = _cut(message, limit)
@@ -100,7 +100,7 @@ def describe(error: BaseException, limit: int = LIMIT) -> Description:
 def _freeze(error: BaseException, limit: int) -> bytes:
     """How to make ``error`` again, tried out; empty if no way gives the same."""
     kind = type(error)
-    # A class of Python with a constructor that says nothing of pickling: the parts are the better guess.
+    # A Python class with a constructor that says nothing about pickling: the parts are the better guess.
     by_parts = isinstance(kind.__init__, FunctionType) and (
         kind.__reduce__ is BaseException.__reduce__
         and kind.__reduce_ex__ is BaseException.__reduce_ex__
@@ -130,12 +130,12 @@ def _is_same(error: BaseException, made: BaseException) -> bool:
 
 
 def _same_text(made: str, original: str) -> bool:
-    # A set in it is told in any order: another in each process.
+    # A set in the text may be printed in a different order in each process.
     return made == original or sorted(made) == sorted(original)
 
 
 def _filled(error: BaseException) -> set[tuple[str, bool]]:
-    """Its attributes' names, and which of them hold something."""
+    """The names of an exception's attributes, and which of them hold something."""
     return {(name, value is not None) for name, value in _attributes(error).items()}
 
 
@@ -148,7 +148,7 @@ def _alike(made: object, original: object) -> bool:
     if isinstance(original, (list, tuple)) and isinstance(made, (list, tuple)):
         return len(made) == len(original) and all(map(_alike, made, original))
     if type(original).__eq__ is object.__eq__:
-        return True  # a copy is never equal to what it is a copy of
+        return True  # a copy is never equal to its original
     try:
         # A NaN is not equal to itself, nor is what holds a copy of it.
         return bool(made == original) or _same_text(repr(made), repr(original))
@@ -164,7 +164,7 @@ def _attributes(error: BaseException) -> dict[str, Any]:  # Any: whatever the us
         for name, member in vars(kind).items():
             if isinstance(member, MemberDescriptorType) and name not in left_out:
                 value = getattr(error, name, None)
-                # None in C may mean that nothing is there: not the same for an OSError's text.
+                # None in C may mean that nothing is there, which is not the same for an OSError's text.
                 if value is not None or ("__slots__" in vars(kind) and hasattr(error, name)):
                     found[name] = value
     return found | {name: value for name, value in vars(error).items() if name != _NOTES}
@@ -175,7 +175,7 @@ class _TooLong(Exception):
 
 
 class _Limited:
-    """A file that takes no more than ``limit`` bytes: what would be cut need not be pickled to its end."""
+    """A file that takes no more than ``limit`` bytes: what would be cut need not be pickled to the end."""
 
     def __init__(self, limit: int) -> None:
         self.data = bytearray()
@@ -202,14 +202,14 @@ def rebuild(
     worker: str,
     load: Callable[[bytes], Any] | None = None,  # Any: whatever was pickled
 ) -> BaseException:
-    """The exception that ``description`` tells of, to be raised here. Never raises itself.
+    """The exception that ``description`` describes, to be raised here. Never raises itself.
 
-    It may be a SystemExit or a KeyboardInterrupt: whether that is to end this process too is the caller's to say.
+    It may be a SystemExit or a KeyboardInterrupt: the caller decides whether that ends this process too.
 
     Args:
         description: what ``describe`` made, from an authenticated peer.
-        worker: who sent it.
-        load: unpickles, in the place of pickle's own; what it refuses becomes a RemoteError.
+        worker: the worker that sent it.
+        load: unpickles, in place of pickle's own; what it refuses becomes a RemoteError.
     Returns:
         an exception of the same type, with a RemoteTraceback as its cause; else a RemoteError.
     """
@@ -281,7 +281,7 @@ def _notes(error: BaseException, limit: int) -> list[str]:
 
 
 def traceback_text(error: BaseException) -> str:
-    """As Python prints it, causes included. Never raises."""
+    """The traceback as Python prints it, causes included. Never raises."""
     try:
         return _clean("".join(traceback.format_exception(error)))
     except BaseException as failure:  # noqa: BLE001  the same
@@ -297,12 +297,12 @@ def _type_name(kind: type) -> str:
 
 
 def _clean(text: str) -> str:
-    """As UTF-8 can say it: lone surrogates become question marks."""
+    """The text as UTF-8 can express it: lone surrogates become question marks."""
     return str.encode(text, "utf-8", "replace").decode()  # a subclass of str may encode otherwise
 
 
 def _cut(text: str, limit: int) -> str:
-    """Without its middle if it is too long: of a traceback, the end matters most; of a message, the beginning."""
+    """The text without its middle if it is too long: the end of a traceback matters most, the beginning of a message."""
     if len(text) <= limit:
         return text
     head = limit // 2

@@ -8,9 +8,9 @@ records in sequence are the stream of frames (``frames.py``). The boundaries bet
 The tag is a keyed BLAKE2b (RFC 7693) over the record's number, its length and its content. Numbers are counted, not sent,
 and each direction of each connection has its own keys. So a record is rejected if it was changed, moved, repeated or
 left out, or comes from the other direction or another connection. For a long content, the tag covers a short value
-computed from it with a second key, which is faster (``bulk.py``). With GMAC and Poly1305 that value is a universal hash, encrypted
-with the record's number as a nonce that is never reused; SHA-256 resists collisions. Either way, another content with
-the same tag would require a forgery of one of the two. The length, which the tag covers, determines which one is used.
+computed from it with a second key, which is faster (``bulk.py``). With GMAC and Poly1305 that value is a universal hash,
+encrypted with the record's number as a nonce that is never reused; SHA-256 resists collisions. Either way, another content
+with the same tag would require a forgery of one of the two. The length, which the tag covers, determines which one is used.
 
 No received data is used before its tag is verified, except the length of a record, which is at most ``MOST``: no memory
 is allocated for it. The bytes of a large tensor are received directly into their own memory, as announced by the
@@ -45,7 +45,7 @@ OVERHEAD: Final = LENGTH.size + TAG_BYTES
 # The most bytes of content in a record. With more, it would not stay in a core's cache until it is sent.
 MOST: Final = 768 * 1024
 _PAGE: Final = 4096
-# Up to so many bytes, BLAKE2b alone is faster than with a bulk value.
+# Up to this many bytes, BLAKE2b alone is faster than with a bulk value.
 SHORT: Final = 4096
 
 
@@ -105,7 +105,7 @@ class Seal:
         return signed.digest()
 
     def begin(self) -> None:
-        """Begin a long record, whose content follows in parts."""
+        """Start a long record, whose content follows in parts."""
         if self._bulk is None:
             self._bulk = bulk.new(self._keys.bulk, self._keys.long)
         self._bulk.begin(self._number)
@@ -115,7 +115,7 @@ class Seal:
         self._bulk.update(part)
 
     def finish(self, size: int) -> bytes:
-        """The tag of the long record, which has so many bytes."""
+        """The tag of the long record, which has this many bytes."""
         assert self._bulk is not None
         signed = self._hash.copy()
         signed.update(_NUMBER.pack(self._number, size))
@@ -146,8 +146,8 @@ class Sealer:
         if self._memory is None:
             self._memory = memoryview(bytearray(MOST + OVERHEAD + _PAGE))
             self._at = address_of(self._memory)
-        # A copy is up to eight times as slow if it writes a little behind, within a page, from where it reads: processors
-        # compare the lower 12 bits of addresses first. So they are made equal.
+        # A copy is up to eight times slower if, within a page, it writes a little behind where it reads: processors compare
+        # the lower 12 bits of addresses first. So these are made equal.
         start = (address_of(parts[0]) - self._at - LENGTH.size) % _PAGE
         record, end = self._memory[start:], LENGTH.size
         for each in parts:
@@ -170,7 +170,7 @@ class SealedParser(FrameParser):
     memory is being filled, records that fit into the rest of it are received there.
 
     Args:
-        keys: of the other end's direction.
+        keys: those of the other end's direction.
         limits, allocate: as for :class:`FrameParser`.
     """
 
@@ -201,7 +201,7 @@ class SealedParser(FrameParser):
         return self._view[self._came :]
 
     def received(self, count: int) -> list[Frame]:
-        """As :meth:`FrameParser.received`.
+        """Like :meth:`FrameParser.received`.
 
         Raises:
             FrameChanged: the data was altered in transit.
@@ -234,7 +234,7 @@ class SealedParser(FrameParser):
         )
 
     def _open(self, frames: list[Frame]) -> None:
-        """Take the complete records. Begin an incomplete one that can be received into a frame's memory."""
+        """Take the complete records. Start an incomplete one that can be received into a frame's memory."""
         view, start, end = self._view, self._rest, self._came
         while end - start >= LENGTH.size:
             (size,) = LENGTH.unpack_from(view, start)

@@ -17,7 +17,7 @@ from .silence import Silence
 from .wrapped_socket import WrappedSocket, drop
 
 
-# A piece of so many bytes begins a new record, so that it can be received directly into its memory.
+# A piece of this many bytes or more starts a new record, so that it can be received directly into its memory.
 _LARGE: Final = 64 * 1024
 
 
@@ -30,7 +30,7 @@ class SealedSocket(WrappedSocket):
 
     Args:
         sock: connected; this object owns it.
-        keys: of this direction.
+        keys: those of this direction.
     """
 
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
@@ -44,7 +44,7 @@ class SealedSocket(WrappedSocket):
         self.fileno = sock.fileno
 
     def send(self, data: Piece, flags: int = 0) -> int:
-        """As ``socket.send``, with the rule for partial sends above.
+        """Like ``socket.send``, with the rule for partial sends above.
 
         Raises:
             BlockingIOError: the kernel did not accept all of the first record.

@@ -128,7 +128,7 @@ class Sharing:
             copy_into(target[start:end], source[start:end], self._move)
 
     def take_back(self, blocks: Sequence[Block]) -> None:
-        """The message is not sent."""
+        """Take back the blocks of a message that is not sent."""
         for each in blocks:
             # The descriptor of a new one was sent, but its message never will be. So its number cannot be reused
             # while the connection lasts.
@@ -136,7 +136,7 @@ class Sharing:
                 self._pool.take_back(each)
 
     def take(self, buffers: Sequence[Buffer | Shared]) -> list[Buffer]:
-        """The memory of a message's buffers. Shared blocks are returned when nothing here refers to them.
+        """The memory of a message's buffers. Shared blocks are returned once nothing here refers to them.
 
         Raises:
             ProtocolError: there is no such block.

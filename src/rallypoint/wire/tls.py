@@ -185,7 +185,7 @@ class TlsSocket(WrappedSocket):
         return self._is_open
 
     def recv(self, _size: int) -> bytes:
-        """All received data, decrypted; empty at the end of the stream. For the time before there is a line.
+        """All received data, decrypted; empty at the end of the stream. For use before there is a line.
 
         Raises:
             AuthenticationError, ProtocolError: the other end rejects us late, as TLS 1.3 allows, or the data is damaged.

@@ -1,4 +1,4 @@
-"""What a transport is, and which of them two workers use.
+"""What a transport is, and which one two workers use.
 
 A transport opens connections, and nothing else: the handshake, MACs, TLS and limits are the same for all of them. Each has
 a file of its own with a :class:`Transport`; ``transports.py`` lists them.
@@ -115,7 +115,7 @@ class Transport:
         kind: its name: lower-case letters, digits, ``-`` and ``_``.
         reach: which workers it can connect.
         listen: called with a :class:`ListenConfig`; returns a :class:`Listener`. Raises OSError if the transport cannot be
-            used here; it is skipped then.
+            used here; it is then skipped.
         connect: called with a listener's address, a timeout in seconds (None: no limit) and the worker's ``heartbeat`` in
             seconds; returns a connected stream socket. Raises OSError if that fails.
         private: whether the kernel guarantees that both ends belong to one user, and that nobody else can read or change
@@ -150,7 +150,7 @@ class Way:
     """A transport as one worker uses it.
 
     Args:
-        transport: which.
+        transport: the transport.
         tls: whether its connections go through TLS. A worker that uses TLS cannot connect to one that does not.
     """
 
@@ -163,7 +163,7 @@ class Way:
         return f"{self.transport.kind}+tls" if self.tls else self.transport.kind
 
     def channel(self, address: Address) -> bytes:
-        """What both ends know of a connection, and a relay at another address cannot make them believe."""
+        """What both ends know about a connection, and what a relay at another address cannot make them believe."""
         if self.transport.private:
             return b""
         parts = (address,) if isinstance(address, str) else address
@@ -174,7 +174,7 @@ class Way:
 
         Raises:
             OSError: the transport cannot be used here.
-            ConfigError: what it needs cannot be had, or its address cannot be told to others.
+            ConfigError: what it needs is not available, or its address cannot be passed to others.
         """
         listener = self.transport.listen(config)
         address: object = listener.address

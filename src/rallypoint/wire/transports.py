@@ -18,9 +18,9 @@ DEFAULT = tuple(_transports)
 
 
 def register_transport(transport: Transport) -> None:
-    """Make a transport known, for ``NativeRpcBackendOptions(transports=...)``. The same one again does nothing.
+    """Make a transport known, for ``NativeRpcBackendOptions(transports=...)``. Registering it again does nothing.
 
-    Every worker of the group that should use it has to register it. Plug-ins need not: see
+    Every worker of the group that should use it must register it. Plug-ins need not: see
     :doc:`/plugins`.
 
     Args:

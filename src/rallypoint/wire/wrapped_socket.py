@@ -1,4 +1,4 @@
-"""A socket that changes what is sent on it: sealed records, TLS. What does not touch the bytes goes to the real socket."""
+"""A socket that changes what is sent on it: sealed records, TLS. Calls that do not touch the bytes go to the real socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class WrappedSocket:
-    """The methods of a socket that a line uses, but for those that send and receive.
+    """The methods of a socket that a line uses, except those that send and receive.
 
     Args:
         sock: connected; it is taken over.
@@ -33,7 +33,7 @@ class WrappedSocket:
 
 
 def drop(left: deque[memoryview], count: int) -> None:
-    """Take the first ``count`` bytes away."""
+    """Remove the first ``count`` bytes."""
     while count:
         first = left.popleft()
         if count < len(first):

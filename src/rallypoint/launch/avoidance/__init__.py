@@ -1,1 +1,1 @@
-"""``--avoid-hosts``: what counts against a host, and the list of those that jobs are not to run on."""
+"""``--avoid-hosts``: what counts against a host, and the list of hosts that jobs must not run on."""

@@ -1,6 +1,6 @@
-"""The file of ``--avoid-hosts``: read when a job starts, and continued when a host is lost or fails.
+"""The file of ``--avoid-hosts``: read when a job starts, and appended to when a host is lost or fails.
 
-All nodes of a job may write to it at once, perhaps through a network file system: each looks and appends under a lock.
+All nodes of a job may write to it at once, perhaps through a network file system: each reads and appends under a lock.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .avoid_list import AvoidList
 from .trouble import Trouble
 
 
-# More than this is no list of hosts.
+# A larger file is not a list of hosts.
 _MAX_SIZE = 4 << 20
 
 
 def read(path: Path, shown: str) -> AvoidList:
-    """Read the list. One that is not there yet is empty.
+    """Read the list. One that does not exist yet is empty.
 
     Args:
-        path: of the file.
+        path: the file's path.
         shown: the flag, for errors.
 
     Raises:
-        ConfigError: it cannot be read, cannot be written, or is no such list.
+        ConfigError: it cannot be read, its folder does not exist, or it is not such a list.
     """
     try:
         with path.open("rb") as file:
@@ -52,11 +52,11 @@ def read(path: Path, shown: str) -> AvoidList:
 
 
 def add(path: Path, troubles: Sequence[Trouble]) -> None:
-    """Append what the list does not know yet. Blocks while another process does, and as long as the file system takes.
+    """Append what is not in the list yet. Blocks while another process appends, and as long as the file system takes.
 
     Raises:
         OSError: it cannot be written.
-        ConfigError: it is no such list any more.
+        ConfigError: it is no longer such a list.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     with open(os.open(path, flags, 0o644), "r+b", buffering=0) as file:

@@ -1,7 +1,7 @@
 """The list of hosts to avoid, as text: people write names into it, and rally writes what happened to hosts. Pure.
 
     # a comment
-    node9                                                     somebody has put it there: avoided
+    node9                                                     put there by a person: avoided
     node7 lost 2026-11-26T11:30:14Z 3f9c2a71 its process has ended unexpectedly
     node7 failed 2026-11-26T12:10:02Z 9a0be412 rank 12 was killed by SIGBUS
 
@@ -21,7 +21,7 @@ from rallypoint.launch.output.report import clean
 from .trouble import Kind, Trouble
 
 
-# So often a host may be lost or fail before it is avoided: once is chance.
+# How often a host must be lost or fail to be avoided: once is chance.
 TIMES = 2
 _MAX_WHY = 200
 _HOST = re.compile(r"[^\s#,]+")
@@ -32,7 +32,7 @@ class AvoidList:
     """The hosts that a list names.
 
     Args:
-        by_hand: those that stand there alone.
+        by_hand: those that are alone on their line.
         troubles: what happened to hosts, in the order of the list.
     """
 
@@ -57,7 +57,7 @@ class AvoidList:
         return tuple(found)
 
     def missing(self, troubles: Iterable[Trouble]) -> tuple[Trouble, ...]:
-        """Those of which the list does not know yet."""
+        """The troubles that the list does not have yet."""
         found: list[Trouble] = []
         for each in troubles:
             known = (*self.troubles, *found)
@@ -78,11 +78,11 @@ def parse(text: str, shown: str) -> AvoidList:
     """Read a list.
 
     Args:
-        text: of the file.
-        shown: what it is called in errors.
+        text: the file's text.
+        shown: what the file is called in errors.
 
     Raises:
-        ConfigError: a line is neither a host nor a record. A last line without an end may be one that is being written.
+        ConfigError: a line is neither a host nor a record. (The last line may be incomplete: it may be being written.)
     """
     by_hand: list[str] = []
     troubles: list[Trouble] = []
@@ -133,7 +133,7 @@ def lines_for(troubles: Sequence[Trouble], when: str) -> str:
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether two names are of one host: ``node7`` and ``node7.cluster.example`` are."""
+    """Whether two names belong to one host: ``node7`` and ``node7.cluster.example`` are."""
     one, other = one.casefold(), other.casefold()
     if one == other:
         return True

@@ -19,7 +19,7 @@ _FLAG = "--avoid-hosts"
 
 
 def meeting_place(listed: AvoidList, hosts: Sequence[str]) -> str:
-    """Of the hosts of an elastic job, the first that takes part; empty: none does."""
+    """The first of an elastic job's hosts that takes part; empty if none does."""
     return next((each for each in hosts if not listed.reason(each)), "")
 
 
@@ -27,7 +27,7 @@ def is_left_out(config: LaunchConfig, env: Mapping[str, str], say: Callable[[str
     """Whether this node takes no part: its host is to be avoided, and the job can do without it.
 
     Args:
-        config: of the job.
+        config: the job's.
         env: variables.
         say: prints a line for the user.
 
@@ -59,7 +59,7 @@ def is_left_out(config: LaunchConfig, env: Mapping[str, str], say: Callable[[str
 
 
 def _nodes_meet_here(config: LaunchConfig) -> bool:
-    """Whether the other nodes would wait in vain without this one: the job's store is to be here at first."""
+    """Whether the other nodes would wait in vain without this one: the job's store starts here."""
     meeting = config.rendezvous
     if meeting.is_host is not None:
         return meeting.is_host

@@ -1,6 +1,6 @@
-"""What counts against a host: it was lost, or a worker failed there for a reason that is the host's. Pure.
+"""What counts against a host: it was lost, or a worker failed there for a reason that lies with the host. Pure.
 
-What a script does by itself says nothing about the host: an exception of its own, an exit code, a segmentation fault.
+What a script does on its own says nothing about the host: an exception of its own, an exit code, a segmentation fault.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rallypoint.launch.output.failure import WorkerFailure
 from rallypoint.launch.output.report import in_a_line
 
 
-# By the kernel when memory runs out, or by somebody on that host; a page that cannot be read; an instruction that this CPU lacks.
+# The kernel's when memory runs out, or somebody's on that host; a page cannot be read; this CPU lacks an instruction.
 _SIGNALS = frozenset({signal.SIGKILL, signal.SIGBUS, signal.SIGILL})
 # Of errno: EIO, ENXIO, ENODEV, ENOSPC, EROFS, ESTALE, EREMOTEIO, EUCLEAN. Of the CUDA runtime's errors: ECCUncorrectable,
 # NvlinkUncorrectable, HardwareStackError, DevicesUnavailable, NoDevice, SystemNotReady, Contained.
@@ -28,7 +28,7 @@ _MESSAGES = (
 
 
 class Kind(StrEnum):
-    """How a host was in trouble."""
+    """What happened to a host."""
 
     LOST = "lost"
     FAILED = "failed"
@@ -40,7 +40,7 @@ class Trouble:
 
     Args:
         host: its name, as the engine or the command line has it.
-        kind: how.
+        kind: what happened to it.
         incident: names the generation of the job; the host is counted once for it.
         why: in words.
     """
@@ -63,7 +63,7 @@ class Trouble:
         """Read what :meth:`to_json` made.
 
         Raises:
-            KeyError, ValueError: it is no such record.
+            KeyError, ValueError: it is not such a record.
         """
         return cls(
             host=str(record["host"]),
@@ -74,7 +74,7 @@ class Trouble:
 
 
 def is_of_host(failure: WorkerFailure) -> bool:
-    """Whether a worker failed for a reason that is its host's."""
+    """Whether a worker failed for a reason that lies with its host."""
     if failure.stopped_by_us or failure.hung or failure.left_early:
         return False
     if failure.signal in _SIGNALS:

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: its own and those above it, by version 2 or 1 of the interface.
+"""What the control groups of this process allow: its own and those above it, in version 2 or 1 of the interface.
 
 A limit may be anywhere on the way up: systemd sets it on a user's slice, Slurm on the job.
 """
@@ -42,7 +42,7 @@ def _left(controller: str, limit: str, used: str, prefix: str) -> Iterator[int]:
         most, now = _number(group / limit), _number(group / used)
         if most is None or now is None:
             continue
-        # The page cache of files counts as used, and fills a container up to its limit; it goes when memory is needed.
+        # The page cache counts as used, and fills a container up to its limit; it is freed when memory is needed.
         stat = _numbers(group / "memory.stat")
         cache = sum(stat.get(f"{prefix}{each}", 0) for each in ("inactive_file", "active_file"))
         yield max(0, most - max(0, now - cache))
@@ -52,7 +52,7 @@ def _groups(controller: str) -> list[Path]:
     """The control group of this process, and those above it.
 
     Args:
-        controller: of version 1; empty: version 2.
+        controller: one of version 1; empty for version 2.
     """
     own = ""
     for line in _read(_OWN).splitlines():
@@ -61,12 +61,12 @@ def _groups(controller: str) -> list[Path]:
             own = name
     base = _ROOT / controller
     path = base / own.lstrip("/")
-    # In a container without a namespace of its own, the path is the host's, and there is the last one alone.
+    # In a container without a cgroup namespace of its own, the path is the host's, and only the last of these exists.
     return [path, *(each for each in path.parents if each == base or base in each.parents)]
 
 
 def _number(path: Path) -> int | None:
-    """None: there is no such file, or no limit."""
+    """The number in a file; None if there is no such file, or no limit."""
     text = _read(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
@@ -78,7 +78,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def _read(path: Path) -> str:
-    """Empty: it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:

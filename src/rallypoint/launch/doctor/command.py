@@ -52,8 +52,8 @@ class Examination:
     Args:
         findings: problems first.
         nodes: by rank; only this one if they could not meet.
-        links: between them.
-        all_reduce: of all of them, or None.
+        links: the links between them.
+        all_reduce: the all-reduce over all of them, or None.
         problem: why they could not meet; empty if they did, or need not.
     """
 
@@ -113,7 +113,7 @@ def command(words: Sequence[str], show: Say, say: Say) -> int:
 
 def preflight(config: LaunchConfig, say: Say) -> bool:
     """Check before a job, and print what is not fine. Returns whether it may start."""
-    found = _examine(config, lambda _remark: None)  # the job makes them again
+    found = _examine(config, lambda _remark: None)  # the job makes the remarks again
     if found.problem and (config.min_nodes or config.num_nodes) < config.num_nodes:
         # The others may train already: a newcomer is admitted on its own facts.
         say(
@@ -141,7 +141,7 @@ def examine(values: Mapping[str, str], say: Say) -> Examination:
             raise ConfigError(name, values[name], "rally doctor checks the node it runs on", hint)
     from rallypoint.launch.command_line.settings import config_from
 
-    # What the job would run does not matter: something that is always there.
+    # What the job would run does not matter: take something that is always there.
     without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
     asked = {name: value for name, value in values.items() if name not in without}
     target = flags.Given({**asked, "--module": "1"}, (visit.__name__,))
@@ -187,7 +187,7 @@ def _together(config: LaunchConfig, say: Say) -> Examination:
 
 
 def _network_of_workers(config: LaunchConfig) -> Mapping[str, str]:
-    """The variables by which workers would use the interface that leads to the other nodes."""
+    """The variables that make workers use the interface that leads to the other nodes."""
     from rallypoint.launch.coordination.network import choice_for
 
     host = config.rendezvous.host
@@ -197,7 +197,7 @@ def _network_of_workers(config: LaunchConfig) -> Mapping[str, str]:
 
 
 def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
-    """Run one worker on each node, which visit each other. Returns why that did not work; or empty."""
+    """Run one worker on each node; the workers visit each other. Returns why that did not work; empty if it did."""
     from rallypoint.launch.coordination.coordinator import coordination_for
     from rallypoint.launch.output.console import Console
     from rallypoint.launch.supervisor import Supervisor
@@ -206,7 +206,7 @@ def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
     rendezvous = config.rendezvous
     if rendezvous.join_timeout == JOIN_TIMEOUT:
         rendezvous = replace(rendezvous, join_timeout=PATIENCE)
-    # Not the job's: one that starts a moment earlier on another node must not meet a doctor.
+    # Not the job's id: a job that starts a moment earlier on another node must not meet a doctor.
     rendezvous = replace(rendezvous, run_id=f"{rendezvous.run_id}-doctor")
     job = Job(
         kind=TargetKind.MODULE,
@@ -217,7 +217,7 @@ def _visit(config: LaunchConfig, result: Path, say: Say) -> str:
         config,
         job=job,
         rendezvous=rendezvous,
-        # Nobody needs what torch says of the network; how a worker fails is reported.
+        # Nobody needs what torch says about the network; how a worker fails is reported.
         logs=LogConfig(folder=str(result.parent), redirects=StreamChoice(everyone=Streams.BOTH)),
         workers_per_node=1,
         accelerator=None,

@@ -1,4 +1,4 @@
-"""What a node tells of itself, and of its connections to others: data. Pure."""
+"""What a node reports about itself and its connections to others: data. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Gpu:
         name: its model.
         driver: the driver's version.
         errors: uncorrected memory errors since the last reset; None: not counted.
-        slowed: why its clock is held down, other than for want of work; may be empty.
+        slowed: why its clock is held down, other than for lack of work; may be empty.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """What a node tells of itself. Sizes are in bytes; None: unknown, or without a limit.
+    """What a node reports about itself. Sizes are in bytes; None: unknown, or without a limit.
 
     Args:
         host: its name.
@@ -38,15 +38,15 @@ class NodeFacts:
         locked_memory: the most memory that a process may lock.
         processes: the most processes and threads that may run.
         processes_limit: the name of that limit.
-        too_many_workers: why it cannot run so many workers; may be empty.
-        cpus: that this process may use.
-        quota: CPUs by which the control group is limited.
-        memory: available.
+        too_many_workers: why it cannot run that many workers; may be empty.
+        cpus: CPUs that this process may use.
+        quota: the control group's limit, in CPUs.
+        memory: available memory.
         shm_total: size of ``/dev/shm``.
         shm_free: what is left of it.
         folders: free space of folders that a job writes to.
         folder_problem: why one of them cannot be used; may be empty.
-        name_address: the address of this machine that its name leads to; empty: none.
+        name_address: the address of this machine that its name resolves to; empty: none.
         gloo: the interface that Gloo takes, and its address.
         nccl: the interfaces that NCCL takes for TCP.
         infiniband: whether there are InfiniBand devices.
@@ -92,7 +92,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A connection from one node to another, by the address that Gloo uses.
+    """A connection from one node to another, over the address that Gloo uses.
 
     Args:
         source: the node that connects.
@@ -113,7 +113,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduce:
-    """All-reduces of all nodes by Gloo.
+    """All-reduces over all nodes with Gloo.
 
     Args:
         problem: why there was none; may be empty.

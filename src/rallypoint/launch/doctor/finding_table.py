@@ -11,7 +11,7 @@ _MARKS = {Level.PROBLEM: "PROBLEM", Level.REMARK: "remark", Level.FINE: "fine"}
 
 
 def text(findings: Sequence[Finding], *, briefly: bool = False) -> str:
-    """A row for each finding, with the advice below it; the culprit is the first.
+    """A row for each finding, with the advice below it; the worst comes first.
 
     Args:
         findings: in order.

@@ -14,7 +14,7 @@ from .facts import AllReduce, Link, NodeFacts
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-# A process with Gloo connections to 250 others and a few DataLoader workers has about so many open files.
+# A process with Gloo connections to 250 others and a few DataLoader workers has about this many open files.
 FEW_FILES, VERY_FEW_FILES = 4096, 512
 # Docker gives a container 64 MiB; a DataLoader worker keeps a few batches there, NCCL 33 MiB per ring.
 LITTLE_SHM, VERY_LITTLE_SHM = 1 * GIB, 64 * MIB
@@ -25,12 +25,12 @@ MEMORY_PER_WORKER = 256 * MIB
 THREADS_PER_WORKER = 32
 # Over a network of 1 Gbit/s: 117 MB/s. Wireless and throttled ones have less.
 SLOW_LINK, VERY_SLOW_LINK = 50e6, 10e6
-# A pair is odd if it has this part of what the pairs have in the middle.
+# A pair is odd if its bandwidth is less than this fraction of the median.
 ODD_PART = 0.25
 # Within one site: less than 1 ms.
 LONG_LATENCY = 0.005
 CLOCK_OFFSET = 1.0
-# So many nodes are named.
+# At most this many nodes are named.
 MOST_NAMES = 4
 
 
@@ -74,8 +74,8 @@ def judge(
 
     Args:
         nodes: by node rank; only this one if the nodes could not meet.
-        links: between them.
-        all_reduce: of all of them; None: it was not tried.
+        links: the links between them.
+        all_reduce: the all-reduce over all of them; None: it was not tried.
         several: the job has several nodes.
         meeting: why the nodes could not meet; empty: they have, or there is only one.
     """
@@ -383,7 +383,7 @@ def size(number: float) -> str:
 
 
 def speed(rate: float) -> str:
-    """``117 MB/s``, as networks are told: in powers of ten."""
+    """``117 MB/s``, as is usual for networks: in powers of ten."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.1f} MB/s"
 
 

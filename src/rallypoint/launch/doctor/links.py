@@ -1,7 +1,7 @@
 """Measuring the connection between two nodes: latency, bandwidth and the offset of their clocks, over plain TCP.
 
-One of them connects, sends the token of the visit, and then either small messages, each of which is answered with the time
-there, or as much as it can in a while. The other one answers all who have the token, each in a thread.
+One node connects, sends the token of the visit, and then either small messages, each of which is answered with the time
+there, or as much as it can for a while. The other node answers everyone who has the token, each in a thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .facts import Link
 TOKEN_LENGTH = 16
 CONNECT_PATIENCE, PATIENCE = 5.0, 15.0
 PINGS = 30
-# For this long, and no more than so many bytes.
+# For this long, and at most this many bytes.
 BULK_SECONDS, BULK_BYTES = 0.4, 256 << 20
 _CHUNK = 256 << 10
 _PING, _BULK = b"p", b"b"
@@ -34,7 +34,7 @@ class Answerer:
 
     Args:
         address: to listen on.
-        token: what others show first.
+        token: what others must send first.
     """
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -82,14 +82,14 @@ def _connect(address: str, port: int, token: bytes, what: bytes) -> socket.socke
     connection = socket.create_connection((address, port), CONNECT_PATIENCE)
     connection.settimeout(PATIENCE)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # What waits in the buffer when time is over must still go through: not much over a slow network.
+    # What waits in the buffer when the time is up must still go through, so it must not take long over a slow network.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     connection.sendall(token + what)
     return connection
 
 
 def _ping(connection: socket.socket) -> tuple[float, float]:
-    """Half of the shortest way there and back, and the offset of the other clock."""
+    """Half of the shortest round trip, and the offset of the other clock."""
     best, offset = float("inf"), 0.0
     for _ in range(PINGS):
         began, here = time.perf_counter(), clock.wall()

@@ -1,4 +1,4 @@
-"""What this machine tells of itself, looked up here and now."""
+"""What this machine reports about itself, looked up here and now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import cgroup
 from .facts import Gpu, NodeFacts
 
 
-# nvidia-smi takes a second; with a broken driver it may not end.
+# nvidia-smi takes a second; with a broken driver it may never exit.
 GPU_PATIENCE = 20.0
 _GPU_FIELDS = (
     "name",
@@ -35,7 +35,7 @@ _NOT_FOR_NCCL = ("lo", "docker")
 
 
 def facts(workers: int | None, log_folder: str | None = None) -> NodeFacts:
-    """This machine's facts; its network is as the variables of this process say.
+    """This machine's facts; its network is what the variables of this process choose.
 
     Args:
         workers: how many it is to start.
@@ -94,7 +94,7 @@ def _hard(which: int) -> int | None:
 
 
 def _may_lock_all() -> bool:
-    """Whether the limit of locked memory does not hold for this process: it has CAP_IPC_LOCK."""
+    """Whether the limit on locked memory does not apply to this process: it has CAP_IPC_LOCK."""
     try:
         lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -150,7 +150,7 @@ def _memory() -> int | None:
 def _gloo(
     env: Mapping[str, str], found: tuple[Interface, ...], of_name: str | None
 ) -> tuple[str, str]:
-    """The interface and the address that Gloo takes: of its variable, or of the machine's name."""
+    """The interface and the address that Gloo takes: those of its variable, or of the machine's name."""
     if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return wanted, next((each.address for each in found if each.name == wanted), "")
     address = of_name or "127.0.0.1"
@@ -187,7 +187,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
             command, capture_output=True, text=True, timeout=GPU_PATIENCE, check=False
         )
     except FileNotFoundError:
-        return (), ""  # a container with the devices alone
+        return (), ""  # a container that has only the devices
     except subprocess.TimeoutExpired:
         return (), f"nvidia-smi has not answered for {GPU_PATIENCE:g} s"
     if done.returncode != 0:

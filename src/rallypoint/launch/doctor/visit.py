@@ -1,6 +1,6 @@
-"""What a worker of ``rally doctor`` does: one on each node; they exchange facts and measure their connections.
+"""What the workers of ``rally doctor`` do, one on each node: exchange facts and measure their connections.
 
-They meet at their store, as the workers of any job. Each writes all that is known at the end to a file of its own node.
+They meet at their store, like the workers of any job. At the end, each writes everything known to a file on its own node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import links, pairs, probe
 from .facts import AllReduce, Link, NodeFacts
 
 
-# Until another node has taken its turn; it may wait for connections that time out.
+# Seconds until another node has taken its turn; it may be waiting for connections that time out.
 PATIENCE = 120.0
 GLOO_PATIENCE = 30.0
 _SMALL, _LARGE, _TIMES = 1, 1 << 18, 3  # elements of 4 bytes
@@ -34,7 +34,7 @@ def main(result: str, workers: str, log_folder: str) -> None:
     Args:
         result: a file to write it to.
         workers: how many the job has on this node; empty: one per device.
-        log_folder: of the job; empty: none given.
+        log_folder: the job's log folder; empty: none given.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch re-exports it by *
 
@@ -76,7 +76,7 @@ def main(result: str, workers: str, log_folder: str) -> None:
     part.write_text(json.dumps(document))
     part.rename(result)
     answerer.close()
-    # The store ends with this job on its node: all others must have read it.
+    # The store ends with this job on its node: all others must have read it by then.
     store.set(f"doctor/end/{rank}", b"")
     store.wait([f"doctor/end/{each}" for each in range(count)])
 
@@ -133,7 +133,7 @@ def read(file: Path) -> tuple[list[NodeFacts], list[Link], AllReduce]:
     """What a visit has found.
 
     Raises:
-        OSError: it has not ended well.
+        OSError: it did not end well.
     """
     document = json.loads(file.read_text())
     nodes = [NodeFacts.from_json(each) for each in document["nodes"]]

@@ -1,7 +1,7 @@
-"""A function call on its way to the supervisor of a host, and what comes back of a job: files without a name.
+"""A function call on its way to a host's supervisor, and what comes back from the job: unnamed files.
 
-The call and its results are pickles, which nobody reads here. What comes back is a line of JSON, and then the results
-one after the other.
+The call and its results are pickles, which are not loaded here. What comes back is a line of JSON, followed by the
+results one after another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallFiles:
 
     @classmethod
     def inherited(cls) -> Self | None:
-        """The files that this supervisor was given; workers are not to see them."""
+        """The files that this supervisor was given; workers must not see them."""
         text = environment.process_environment().pop(VARIABLE, None)
         if text is None:
             return None
@@ -63,9 +63,9 @@ class Answer:
     """What came of a host's part of a job.
 
     Args:
-        results: of a call, of its workers in rank order; none if it failed.
-        first_rank: of its workers.
-        report: why it failed, as JSON; None: no worker did.
+        results: what a call returned on the host's workers, in rank order; none if it failed.
+        first_rank: the first rank on the host.
+        report: why it failed, as JSON; None if no worker did.
     """
 
     results: Sequence[bytes] = ()

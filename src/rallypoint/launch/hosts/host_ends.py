@@ -1,4 +1,4 @@
-"""What the ends of the hosts' parts say about the hosts, for ``--avoid-hosts``: pure."""
+"""What the hosts' parts of a job, once ended, say about the hosts, for ``--avoid-hosts``: pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .merging import Part
 
 
 def troubles_of(parts: Sequence[Part], incident: str) -> tuple[Trouble, ...]:
-    """What counts against a host, by the name that the command line has for it.
+    """What counts against each host, under its name on the command line.
 
-    A host that ssh could not reach counts only if others could be reached: else it may be this one's network.
+    A host that ssh could not reach counts only if others could be reached: else this machine's network may be at fault.
 
     Args:
-        parts: of the job, ended.
+        parts: the job's parts, all ended.
         incident: names this job.
     """
     any_started = any(each.started for each in parts)
@@ -31,7 +31,7 @@ def troubles_of(parts: Sequence[Part], incident: str) -> tuple[Trouble, ...]:
             found.append(Trouble(host=host, kind=Kind.LOST, incident=incident, why=how))
         for record in part.troubles:
             told = Trouble.from_json(record)
-            # What a supervisor says of other hosts, this terminal knows itself.
+            # This terminal knows for itself what a supervisor says about other hosts.
             if told.kind is Kind.FAILED:
                 found.append(
                     Trouble(host=host, kind=told.kind, incident=told.incident, why=told.why)

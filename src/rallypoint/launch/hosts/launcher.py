@@ -1,7 +1,7 @@
-"""The side of the terminal: starts a supervisor on every host, shows what they say, ends them with itself.
+"""The terminal's side: starts a supervisor on every host, shows their output, and ends them when it ends.
 
-A thread for each stream reads what a host says, and one for each host sends its orders. Heartbeats have a thread of their own, and so has
-the terminal (:mod:`.terminal_output`): one that stands still (Ctrl-S) must not end the job.
+One thread for each stream reads a host's output, and one for each host sends its orders. Heartbeats have a thread of
+their own, and so has the terminal (:mod:`.terminal_output`): a stopped one (Ctrl-S) must not end the job.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .merging import Part, Verdict
 from .orders import BEAT, PAUSE
 
 
-# Where the nodes meet if no flag says so: below the ports that the kernel gives to clients.
+# The nodes meet at one of these if no flag names a port: below the ports that the kernel gives to clients.
 _PORTS = range(15000, 30000)
-# How long hosts may take to end once one of them has ended in another way than well, beyond --shutdown-timeout.
+# How long hosts may take to end once one of them has failed, beyond --shutdown-timeout.
 _ENDING = 30.0
-# How long what it said may take to be shown after a signal.
+# How long the hosts' remaining output may take to be shown after a signal.
 _LAST_WORDS = 2.0
-# How long they may take after SIGHUP: nobody sees what they still say.
+# How long hosts may take to end after SIGHUP: nobody sees what they still print.
 _HANG_UP = 2.5
-# So many connections begin at a time: sshd drops some of more than ten that have not logged in yet (MaxStartups), and hosts
-# may be behind the same one.
+# How many connections start at a time: with more than ten that have not logged in yet, sshd drops some (MaxStartups), and
+# hosts may be behind the same sshd.
 _AT_A_TIME = 8
-# How often a connection is begun again that was dropped, and after how many seconds.
+# How often a connection that keeps being dropped is tried in all, and the pause in between, in seconds.
 _ATTEMPTS, _PAUSE = 4, (0.5, 2.0)
-# So many bytes of what ssh says before a host's part starts are looked at.
+# How many bytes of what ssh says before a host's part starts are kept.
 _REMEMBERED = 4096
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -74,9 +74,9 @@ class Ended:
     """How a job on several hosts ended.
 
     Args:
-        parts: of each host.
-        verdict: of them all.
-        signal: the last one that was passed on to the hosts, or None.
+        parts: each host's.
+        verdict: on all of them.
+        signal: the last signal that was passed on to the hosts, or None.
     """
 
     parts: tuple[Part, ...]
@@ -89,7 +89,7 @@ def run(given: Given, env: Mapping[str, str], say: Say) -> int:
 
     Args:
         given: the command line.
-        env: of this process.
+        env: this process's environment.
         say: prints a line to the user; with ``bare``, as it is.
 
     Raises:
@@ -104,11 +104,11 @@ def run(given: Given, env: Mapping[str, str], say: Say) -> int:
 
 
 def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | None = None) -> Ended:
-    """The same, without a word about the end.
+    """Like :func:`run`, but says nothing about the end.
 
     Args:
         given: the command line.
-        env: of this process.
+        env: this process's environment.
         say: prints a line to the user.
         call: what workers call; None: they run the script of the command line.
 
@@ -125,7 +125,7 @@ def run_on_hosts(given: Given, env: Mapping[str, str], say: Say, call: Call | No
         shlex.split(options)
     except ValueError as error:
         raise ConfigError("--ssh-options", options, f"not a shell's words: {error}") from None
-    # Workers of a host may need all of it to save, while another host has ended already.
+    # Workers on one host may need all of it to save, when another host has already ended.
     ending = _ENDING + shutdown_timeout(Values(*resolve(given, env), env))
     local = [_is_here(host) for host in hosts]
     if not all(local) and shutil.which("ssh") is None:
@@ -176,7 +176,7 @@ def _hosts(values: Mapping[str, str]) -> tuple[Host, ...]:
     if "--hosts" in values:
         return listing.read_list(values["--hosts"])
     path = values["--hostfile"]
-    if not path:  # a path of no parts is the current folder
+    if not path:  # an empty path would be the current folder
         problem = "expected a file with a host on each line"
         raise ConfigError("--hostfile", path, problem, "is a variable of the shell not set?")
     try:
@@ -250,12 +250,12 @@ def _secret(values: Mapping[str, str], env: Mapping[str, str]) -> str | None:
         found: bytes | None = secret.read_file(values["--secret-file"], "--secret-file")
     else:
         found = secret.shared(env)
-    # It travels as text, and a job that has none gets one of its own.
+    # It travels as text, and a job that has no secret gets one of its own.
     return secret.make().hex() if found is None else found.decode("utf-8", "surrogateescape")
 
 
 class _Job:
-    """The hosts' processes as this one holds them."""
+    """The hosts' processes, as this process holds them."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class _Job:
         self._waiting: list[_Start] = []
         self._beginning: set[int] = set()  # hosts that have not read their orders yet
         self._started: dict[int, subprocess.Popen[bytes]] = {}
-        self._lock = threading.Lock()  # of the merger
+        self._lock = threading.Lock()  # guards the merger
         self._writing = threading.Lock()
         self._ordered: set[int] = set()  # pids of those that have their orders
         self._told: list[int] = []  # signals
@@ -289,12 +289,12 @@ class _Job:
         self._patience: Deadline | None = None
 
     def add(self, command: tuple[str, ...], first_line: bytes) -> None:
-        """The next host, which :meth:`watch` starts."""
+        """Add the next host, which :meth:`watch` starts."""
         self._waiting.append(_Start(len(self._orders)))
         self._orders.append((command, first_line))
 
     def watch(self, signals: SignalEvents) -> None:
-        """Start the hosts' parts, until every one has ended."""
+        """Start the hosts' parts, and watch them until every one has ended."""
         self._heart.start()
         poller = select.poll()
         poller.register(signals.fileno(), select.POLLIN)
@@ -326,7 +326,7 @@ class _Job:
                 os.close(fd)
 
     def close(self, signals: SignalEvents) -> None:
-        """End what is left. A host ends its part once it hears nothing. What hosts have said is shown, unless a signal comes."""
+        """End what is left. A host ends its part once it hears nothing. Remaining output is shown, unless a signal arrives."""
         self._stop.set()
         self._waiting.clear()
         self._hang_up()
@@ -342,12 +342,12 @@ class _Job:
         for each in (thread for threads in self._readers.values() for thread in threads):
             each.join(1.0)
         self._show_the_rest(signals)
-        with self._lock:  # a reader whose stream another process holds open may be there still
+        with self._lock:  # a reader whose stream another process holds open may still be running
             os.close(self._wake)
             self._wake = -1
 
     def _show_the_rest(self, signals: SignalEvents) -> None:
-        # Who has ended the job does not wait long for what it still said.
+        # A user who has ended the job does not wait long for its remaining output.
         patience = None if self.signal is None else Deadline(_LAST_WORDS)
         for output in self._outputs:
             number = _signal_before(output.finish(), signals, patience)
@@ -357,7 +357,7 @@ class _Job:
             output.close()
 
     def _due(self) -> list[int]:
-        """Whose connections begin now."""
+        """The hosts whose connections start now."""
         room = _AT_A_TIME - len(self._beginning)
         due = [each for each in self._waiting if each.pause is None or each.pause.expired()]
         for each in due[: max(0, room)]:
@@ -365,7 +365,7 @@ class _Job:
         return [each.index for each in due[: max(0, room)]]
 
     def _time_left(self) -> float | None:
-        """Until something is to be done without an event."""
+        """Seconds until something must be done without an event."""
         pauses = [each.pause for each in self._waiting if each.pause is not None]
         deadlines = [*pauses, *([] if self._patience is None else [self._patience])]
         left = [each.remaining() or 0.0 for each in deadlines if not each.expired()]
@@ -374,7 +374,7 @@ class _Job:
         return min(left, default=None)
 
     def _start(self, index: int) -> int:
-        """Begin a host's connection. Returns the process's id."""
+        """Start a host's connection. Returns the process's id."""
         command, first_line = self._orders[index]
         # A session of its own: Ctrl-C is for this process, which passes it on.
         begun = subprocess.Popen(
@@ -439,7 +439,7 @@ class _Job:
             self._patience = Deadline(_HANG_UP)
 
     def _pause(self) -> None:
-        """Stop, by Ctrl-Z. Hosts that hear nothing would end their parts, so they are told; no heartbeat comes in between."""
+        """Stop on Ctrl-Z. Hosts that hear nothing would end their parts, so they are told first, with no heartbeat in between."""
         with self._writing:
             for begun in self._started.values():
                 self._write_now(begun, PAUSE)
@@ -469,7 +469,7 @@ class _Job:
                 self._write(begun, BEAT)
 
     def _order(self, begun: subprocess.Popen[bytes], stdin: int, first_line: bytes) -> None:
-        """Send the orders, however long that takes; what is told meanwhile follows."""
+        """Send the orders, however long that takes; signals passed on meanwhile follow."""
         try:
             for data in (first_line, self._call):
                 left = memoryview(data)
@@ -489,7 +489,7 @@ class _Job:
             self._write_now(begun, word)
 
     def _write_now(self, begun: subprocess.Popen[bytes], word: bytes) -> None:
-        """A host that takes nothing is as good as gone; ssh notices that."""
+        """Write a word. A host that takes nothing is as good as gone; ssh notices that."""
         if begun.pid not in self._ordered or begun.stdin is None or begun.stdin.closed:
             return
         try:
@@ -515,17 +515,17 @@ class _Job:
                 part.said += data[: _REMEMBERED - len(part.said)]
             if not data:
                 return
-            # Once the host's process has ended, no more comes than fits into a pipe, and what it told has to be read.
+            # Once the host's process has ended, at most a pipeful is left, and its messages must be read.
             output.wait_for_room(lambda: begun.poll() is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A host whose connection is to begin.
+    """A host whose connection is still to be started.
 
     Args:
-        index: of the host.
-        pause: not before it has expired; None: now.
+        index: the host's index.
+        pause: start only once it has expired; None: now.
     """
 
     index: int
@@ -533,9 +533,9 @@ class _Start:
 
 
 def _stop_this_process() -> None:
-    """As Ctrl-Z does without a handler. Returns when the process goes on; at once where no shell could have it go on."""
+    """Stop, as Ctrl-Z does without a handler. Returns when the process continues; at once where no shell could continue it."""
     handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-    # To this thread, which does not get further before all are stopped.
+    # To this thread, which gets no further before all threads are stopped.
     signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, handler)
 
@@ -544,11 +544,11 @@ def _signal_before(written: int, signals: SignalEvents, patience: Deadline | Non
     """Wait until all has been written.
 
     Args:
-        written: is readable then.
+        written: a descriptor that is readable then.
         signals: those that end the wait.
-        patience: for so long; None: without an end.
+        patience: how long to wait; None: forever.
     Returns:
-        The signal that came first, or None.
+        The signal that arrived first, or None.
     """
     poller = select.poll()
     poller.register(written, select.POLLIN)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rallypoint.errors import ConfigError
 
 
-# An address in brackets, behind a user's name perhaps.
+# An address in brackets, perhaps after a user's name.
 _IPV6 = re.compile(r"(?:[^@\[\]]+@)?\[[^\[\]]*:[^\[\]]*\]")
 
 
@@ -35,7 +35,7 @@ def read_list(text: str, shown: str = "--hosts") -> tuple[Host, ...]:
     """``a,b:8,[fd00::1]:8``.
 
     Raises:
-        ConfigError: an item is no host or empty, or one is named twice. A comma may follow the last one.
+        ConfigError: an item is empty or not a host, or one is named twice. A comma may follow the last one.
     """
     items = [item.strip() for item in text.split(",")]
     if not items[-1]:
@@ -48,10 +48,10 @@ def read_list(text: str, shown: str = "--hosts") -> tuple[Host, ...]:
 
 
 def read_file(lines: Sequence[str], shown: str) -> tuple[Host, ...]:
-    """A host a line: ``a``, ``a:8`` (MPICH) or ``a slots=8`` (Open MPI); ``#`` begins a comment.
+    """One host per line: ``a``, ``a:8`` (MPICH) or ``a slots=8`` (Open MPI); ``#`` starts a comment.
 
     Raises:
-        ConfigError: a line is no host, or one is named twice.
+        ConfigError: a line is not a host, or one is named twice.
     """
     found = []
     for line in lines:
@@ -72,8 +72,8 @@ class Selection:
     """The hosts of a job, when some are to be avoided.
 
     Args:
-        hosts: that take part.
-        left_out: the others that are to be avoided, with the reason.
+        hosts: those that take part.
+        left_out: those that are to be avoided, with the reason.
         nnodes: for ``--nnodes``; None: as many as take part.
     """
 
@@ -88,9 +88,9 @@ def select(
     """The first hosts that need not be avoided: as many as ``--nnodes`` asks for, or all of them.
 
     Args:
-        hosts: of the list.
+        hosts: those listed.
         reason: why a host is to be avoided; empty: it is not.
-        nnodes: of the command line.
+        nnodes: ``--nnodes`` of the command line.
         shown: the list of those to be avoided, for errors.
 
     Raises:
@@ -131,7 +131,7 @@ def _host(item: str, shown: str) -> Host:
             'for Slurm\'s lists: --hosts "$(scontrol show hostnames | paste -sd,)"',
         )
     host = name.replace("[", "").replace("]", "")
-    # ssh would take what begins with a dash for an option.
+    # ssh would take a name that starts with a dash for an option.
     if not host or host.startswith("-") or any(each.isspace() for each in host):
         raise ConfigError(shown, item, "expected HOST or HOST:WORKERS")
     return Host(host, _number(number, item, shown) if number else None)

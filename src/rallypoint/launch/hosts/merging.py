@@ -1,7 +1,7 @@
 """The output of several hosts in one terminal, and how their parts of the job ended: pure.
 
-The first host has rank 0, and its lines are shown as they are, so that the output of a program in which only rank 0
-prints is that of one host. Lines of others begin with the host's name. What `rally` says in the same words on several
+The first host has rank 0, and its lines are shown as they are, so a program in which only rank 0 prints looks as
+it does on one host. Lines of other hosts start with the host's name. What `rally` says in the same words on several
 hosts is shown once.
 """
 
@@ -19,12 +19,12 @@ _SAID = b"rally: "
 # A progress bar ends its lines with a carriage return.
 _LINES = re.compile(rb"[^\r\n]*[\r\n]+")
 _DROPPED = re.compile(rb"\b(?:kex|ssh)_exchange_identification: ")
-# What a host tells in confidence begins with this byte and the job's token.
+# A host's private messages to the terminal start with this byte and the job's token.
 _MARK = b"\x1e"
 
 
 def told(token: str, what: str, **more: Any) -> bytes:
-    """A line for the host of the terminal, on standard output."""
+    """A line for the terminal's host, to be written to standard output."""
     return _MARK + token.encode() + json.dumps({"what": what, **more}).encode() + b"\n"
 
 
@@ -35,14 +35,14 @@ class Part:
     Args:
         host: its name.
         started: its orders were read.
-        exit_code: of its supervisor.
+        exit_code: its supervisor's exit code.
         report: its failure report.
         troubles: what its supervisor says has happened to hosts, as records.
         answer: what came of its part of a function call (:mod:`.call_files`).
         ssh_code: how ssh ended; None while it runs.
         was_told: it ended after it was told to, or after the terminal had hung up.
-        attempts: how often its connection was begun.
-        said: what ssh said before that, or the beginning of it.
+        attempts: how often its connection was started.
+        said: what ssh said before the part started, or the first part of that.
     """
 
     host: str
@@ -58,7 +58,7 @@ class Part:
 
     @property
     def was_dropped(self) -> bool:
-        """The server, or one on the way, closed the connection before it said who it is: it had too many of them."""
+        """Whether the server, or one on the way, closed the connection before identifying itself: it had too many of them."""
         return not self.started and _DROPPED.search(self.said) is not None
 
     @property
@@ -73,10 +73,10 @@ class Part:
 
 @dataclass(slots=True)
 class Merger:
-    """Takes the output of all hosts in pieces, and gives whole lines to show.
+    """Takes the output of all hosts in pieces, and returns whole lines to show.
 
     Args:
-        parts: of the job, in the order of the hosts.
+        parts: the job's parts, in the order of the hosts.
         token: see :func:`told`.
     """
 
@@ -86,18 +86,18 @@ class Merger:
     _said_by: dict[bytes, int] = field(default_factory=dict)
 
     def take(self, index: int, stream: int, data: bytes) -> bytes:
-        """What is to be shown of ``data``.
+        """Take what a host has written. Returns the lines to show.
 
         Args:
-            index: of the host.
+            index: the host's index.
             stream: 1 or 2.
             data: what it has written; empty: it will write no more.
         """
         rest = self._rest.setdefault((index, stream), bytearray())
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         rest += data[:end]
-        # Only text that ends with a line end is searched, and once: on an unfinished line the pattern would look for its
-        # end from each of its bytes, for each piece (35 s for 300 KB).
+        # Only text that ends with a line end is searched, and only once: on an unfinished line the pattern would look for
+        # a line end from each of its bytes, for each piece (35 s for 300 KB).
         lines = _LINES.findall(bytes(rest)) if end else []
         if end:
             rest.clear()
@@ -177,7 +177,7 @@ def _remark(part: Part) -> str:
 
 
 def must_end(parts: Sequence[Part], least: int) -> str:
-    """Why the other hosts are told to end although they may not notice themselves; empty: they need not."""
+    """Why the other hosts must be told to end, as they may not notice by themselves; empty if they need not end."""
     refused = [each.host for each in parts if each.exit_code == 2]
     if refused:
         return f"{refused[0]} refuses the command line"

@@ -1,8 +1,8 @@
 """``rally node``: a host's part of a job that another host's terminal started. Reads orders from standard input.
 
-It watches the supervisor, which is a child, and the line to the terminal. Whatever happens to that line, and to this
-process, nothing is left here: the supervisor gets SIGTERM, after a moment SIGKILL, and its fork server ends the workers of
-a supervisor that is gone.
+It watches the supervisor, which is a child, and the line to the terminal. Whatever happens to that line or to this
+process, nothing is left behind: the supervisor gets SIGTERM and, after a moment, SIGKILL, and the fork server ends the
+workers of a supervisor that is gone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def command() -> int:
 
 
 def _first_line() -> bytes | None:
-    """Byte by byte: what follows is for :class:`_Line`."""
+    """Read byte by byte: what follows is for :func:`_take_call` and :func:`_watch`."""
     line = bytearray()
     while len(line) < _MAX_ORDERS:
         byte = os.read(0, 1)
@@ -76,7 +76,7 @@ def _take_call(orders: Orders) -> CallFiles:
 
 
 def _tell_answer(token: str, answer: bytes) -> None:
-    """In pieces: the terminal takes whole lines."""
+    """Send the answer in pieces: the terminal takes whole lines."""
     for at in range(0, len(answer), _PIECE):
         data = base64.b64encode(answer[at : at + _PIECE]).decode()
         _tell(told(token, "answer", data=data))
@@ -114,7 +114,7 @@ def _run(orders: Orders, report_fd: int, files: CallFiles | None) -> int:
 
 
 def _file_with(data: bytes) -> int:
-    """A file in memory that nobody else may read. Opened by its ``/dev/fd`` it begins at 0, each time."""
+    """A file in memory that nobody else may read. Opened through ``/dev/fd``, it starts at 0 each time."""
     fd = linux.memfd_create("rally-secret", 0)
     os.fchmod(fd, 0o600)
     os.write(fd, data)
@@ -165,7 +165,7 @@ def _tell(line: bytes) -> None:
         while line:
             line = line[os.write(1, line) :]
     except OSError:
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody is there to be told
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody is left to tell
 
 
 def _say(text: str) -> None:

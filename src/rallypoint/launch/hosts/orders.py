@@ -1,9 +1,9 @@
 """What the supervisor of each host is told, and how ssh is called: pure.
 
-The command that ssh runs holds nothing but the interpreter, because everybody on a host can read command lines. All else
-is sent through its standard input: a first line with the orders, then heartbeats (``.``) and signals, a line each. Once
-it is silent, or closed, the terminal is gone, and the host ends its part of the job. Before it is silent on purpose, it says
-so (``z``, by Ctrl-Z); then only the end of the input counts.
+The command that ssh runs holds nothing but the interpreter, because everybody on a host can read command lines. Everything
+else is sent through its standard input: a first line with the orders, then heartbeats (``.``) and signals, a line each. Once
+the input is silent or closed, the terminal is gone, and the host ends its part of the job. Before the terminal goes silent
+on purpose (Ctrl-Z), it says so (``z``); then only the end of the input counts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .listing import Host
 
 # Variables that go to the other hosts. Others belong to a host: PATH, LD_LIBRARY_PATH, CUDA_VISIBLE_DEVICES.
 FORWARDED = ("RALLY_*", "PYTHON*", "PET_*", "NCCL_*", "GLOO_*", "TP_*", "TORCH*", "OMP_*")
-# The secret goes separately; processes of this host have the others.
+# The secret goes separately; the others are for processes of this host.
 _NOT_FORWARDED = ("RALLY_SECRET*", "RALLY_JOB", "RALLY_HOST_NAME", "TORCHELASTIC_ERROR_FILE")
 # Flags that are this command's own.
 OWN_FLAGS = frozenset(
     {"--hosts", "--hostfile", "--ssh-options", "--forward-env", "--secret-file", "--avoid-hosts"}
 )
-# Seconds between two heartbeats to a host, and after which it takes the terminal for gone.
+# Seconds between two heartbeats to a host, and of silence after which it takes the terminal for gone.
 HEARTBEAT = 0.5
 SILENCE = 2.5
 BEAT, PAUSE = b".", b"z"
@@ -46,10 +46,10 @@ class Orders:
 
     Args:
         folder: the working directory.
-        env: variables, over those of its own.
-        words: of ``rally run``.
+        env: variables, on top of its own.
+        words: the words of ``rally run``.
         secret: the job's; None if it has none.
-        token: precedes what its supervisor tells in confidence; workers do not know it.
+        token: precedes private messages to the terminal; workers do not know it.
         call_size: bytes of a pickled function call that follow this line; 0: workers run a script.
         path: the caller's ``sys.path``, for a function call.
         answers: the report is wanted as data too, and the results of a call.
@@ -79,7 +79,7 @@ def forwarded(env: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
     """The variables that go to the other hosts.
 
     Args:
-        env: of this process.
+        env: this process's environment.
         more: names or patterns that the user adds.
     """
 
@@ -100,7 +100,7 @@ def ssh_command(
     env: Mapping[str, str],
     command: Sequence[str] = ("node",),
 ) -> tuple[str, ...]:
-    """The local command that runs one of ``rally`` on a host: the one that starts a host's part."""
+    """The local command that runs a ``rally`` command on a host, by default the one that starts the host's part."""
     try:
         chosen = shlex.split(options)
     except ValueError as error:
@@ -118,8 +118,8 @@ class Meeting:
     Args:
         least: the fewest hosts.
         master: the first host as the others reach it.
-        port: of the store there.
-        run_id: of this start.
+        port: the store's port there.
+        run_id: the id of this start.
     """
 
     least: int

@@ -1,4 +1,4 @@
-"""How a supervisor's failure report, and what happened to hosts, get to the terminal's host: through a file without a name."""
+"""How a supervisor's failure report, and what happened to hosts, reach the terminal's host: through an unnamed file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostEnd:
 
     Args:
         report: as text; empty if the job did not fail.
-        troubles: of hosts, as records.
+        troubles: what happened to hosts, as records.
     """
 
     report: str = ""
@@ -44,7 +44,7 @@ def read(fd: int) -> HostEnd:
 
 
 def inherited() -> int | None:
-    """The file that this supervisor was given; workers are not to see it."""
+    """The file that this supervisor was given; workers must not see it."""
     text = environment.process_environment().pop(VARIABLE, None)
     if text is None:
         return None

@@ -1,7 +1,7 @@
-"""What hosts say, on its way to a stream of this terminal.
+"""The hosts' output, on its way to a stream of this terminal.
 
-A thread writes. A terminal that stands still (Ctrl-S, a pager) holds up nobody who reads from the hosts, until a megabyte
-waits for it; then it slows down the workers that print, as a pipe does.
+A thread writes it. A stopped terminal (Ctrl-S, a pager) does not hold up the threads that read from the hosts until a
+megabyte is waiting; then it slows down the workers that print, as a pipe does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 
-# As much waits before whoever prints has to.
+# How many bytes may wait before whoever prints has to.
 _ROOM = 1 << 20
 
 
 class TerminalOutput:
-    """Writes to standard output and standard error, in the order in which it is given their parts.
+    """Writes to standard output and standard error, in the order in which it receives the parts.
 
     Args:
-        streams: those to be written to; None: it is closed (``2>&-``).
+        streams: the streams to write to; None for a closed one (``2>&-``).
     """
 
     def __init__(self, *streams: TextIO | None) -> None:
@@ -48,28 +48,28 @@ class TerminalOutput:
                 self._changed.notify_all()
 
     def wait_for_room(self, no_longer: Callable[[], bool]) -> None:
-        """Block while much is to be written.
+        """Block while too much is waiting to be written.
 
         Args:
-            no_longer: whether to return although it is; asked again after :meth:`wake`.
+            no_longer: whether to return all the same; asked again after :meth:`wake`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting < _ROOM or no_longer())
 
     def wake(self) -> None:
-        """Ask those who wait for room again whether they have to."""
+        """Have those who wait for room check again whether they must."""
         with self._changed:
             self._changed.notify_all()
 
     def finish(self) -> int:
-        """Nothing more will come. Returns a descriptor that becomes readable when all has been written."""
+        """Say that nothing more will come. Returns a descriptor that becomes readable when all has been written."""
         with self._changed:
             self._no_more = True
             self._changed.notify_all()
         return self._written
 
     def close(self) -> None:
-        """Give the descriptor back, after :meth:`finish`. What could not be written yet is given up."""
+        """Close the descriptor, after :meth:`finish`. What has not been written yet is dropped."""
         with self._changed:
             self._parts.clear()
             written, self._written = self._written, -1
@@ -95,7 +95,7 @@ class TerminalOutput:
 
 
 def outputs(standard: TextIO | None, errors: TextIO | None) -> list[TerminalOutput]:
-    """One for both streams where they lead to the same place, so that lines keep their order; else one for each."""
+    """One output for both streams if they lead to the same place, so that lines keep their order; else one for each."""
     try:
         ends: list[Any] = [os.fstat(each.fileno()) for each in (standard, errors) if each]
     except (OSError, ValueError, AttributeError):  # a notebook's, or a closed one
@@ -114,7 +114,7 @@ def _show(stream: TextIO | None, text: bytes) -> None:
         stream.write(text.decode(errors="replace"))
         stream.flush()
         return
-    # Not through the stream: its lock would keep the end of this process waiting for a terminal that stands still.
+    # Not through the stream: its lock would make the exit of this process wait for a stopped terminal.
     left = memoryview(text)
     while left:
         try:

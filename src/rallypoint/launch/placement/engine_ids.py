@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-# Engine: the variable that is set where it runs a job; what it tells, by the name in the report.
+# Engine -> the variable that is set where it runs a job, and what its variables tell, by the name in the report.
 _ENGINES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "slurm": (
         "SLURM_JOB_ID",
@@ -54,7 +54,7 @@ _ENGINES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 def found(env: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """What the engines say that run this process; several may, one in another.
+    """What the engines that run this process say; there may be several, one inside another.
 
     Args:
         env: variables.

@@ -4,8 +4,8 @@ Gloo and TensorPipe listen at the address of the machine's name. Debian's instal
 loopback address (127.0.1.1) in /etc/hosts, which leads other machines to themselves; where the name has no address,
 both take 127.0.0.1. The supervisors have reached each other, so the interface that leads to the others is known.
 
-NCCL asks no name. It uses the interfaces that begin with ``ib`` if there are any, otherwise all but ``docker…`` and the
-loopback one (``ncclFindInterfaces``): among them bridges to virtual machines and containers of this machine alone.
+NCCL does not use the name. It takes the interfaces whose names start with ``ib`` if there are any, otherwise all but
+``docker…`` and the loopback one (``ncclFindInterfaces``), including bridges to containers and virtual machines here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rallypoint._core.addresses import is_loopback
 from rallypoint._core.interfaces import Interface
 
 
-# What uses the address of the machine's name, and the variable with which one tells it the interface.
+# What uses the address of the machine's name, and the variable that tells it which interface to use.
 _BY_NAME = {"Gloo": "GLOO_SOCKET_IFNAME", "TensorPipe": "TP_SOCKET_IFNAME"}
 _NCCL = "NCCL_SOCKET_IFNAME"
 _NOT_FOR_NCCL = ("lo", "docker")
@@ -43,16 +43,16 @@ def choose(
     name: str,
     address_of_name: str | None,
 ) -> NetworkChoice:
-    """The variables that have the workers use the interface by which the nodes reach each other.
+    """The variables that make the workers use the interface through which the nodes reach each other.
 
-    Variables that the user has set stay as they are, and what finds the way by itself is told nothing.
+    Variables that the user has set stay as they are, and a library that finds the way on its own is told nothing.
 
     Args:
         env: the supervisor's environment.
         found: this machine's interfaces.
         reached_at: the address at which other nodes reach this one, or None if it is not known.
-        name: this machine's.
-        address_of_name: the address of this machine that its name leads to; None: to none.
+        name: this machine's name.
+        address_of_name: the address of this machine that its name resolves to; None if it has none.
     """
     ours = next((each for each in found if each.address == reached_at), None)
     if ours is None or is_loopback(ours.address):
@@ -88,7 +88,7 @@ def _bridges_for_nccl(found: Sequence[Interface], ours: Interface) -> list[str]:
 
 
 def most_likely(found: Sequence[Interface], default_source: str | None) -> str | None:
-    """This machine's address for others, where nothing tells it: of the only interface, or of the default route."""
+    """This machine's address for others, if nothing says which it is: that of the only interface, or of the default route."""
     outside = [
         each
         for each in found

@@ -20,7 +20,7 @@ torchrun needs GPUs for this; here it also works without. Workers are then sprea
 NUMA nodes, in rank order, so that neighbouring ranks are on one node: 8 workers on 2 nodes are
 4 + 4, 2 workers on 4 nodes get the first and the third. "Evenly" counts the physical cores this
 process may use: where a cpuset leaves 2 cores on node 0 and 6 on node 1, 4 workers are 1 + 3. The
-same is done where the workers' GPUs cannot be told: more workers than GPUs, a GPU whose node the
+same is done where it is unclear which GPUs the workers use: more workers than GPUs, a GPU whose node the
 kernel does not know on a machine of several nodes, or MIG slices.
 """
 
@@ -51,7 +51,7 @@ class Cpu:
     """One logical CPU (a hardware thread).
 
     Args:
-        index: the kernel's number of it.
+        index: the kernel's number for it.
         node: its NUMA node.
         socket: its physical package.
         core: its physical core, named by the lowest CPU of that core.
@@ -68,7 +68,7 @@ class Cpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """What of a machine matters for binding.
+    """What matters about a machine for binding.
 
     Args:
         cpus: the CPUs that are online.
@@ -101,7 +101,7 @@ def choose_cpus(
         local_world_size: how many workers this machine has.
 
     Raises:
-        ConfigError: the binding cannot be had: no CPU of the GPU's node is allowed, more workers
+        ConfigError: the binding is impossible: no CPU of the GPU's node is allowed, more workers
             than cores to share exclusively, or caches the machine does not describe.
     """
     if not 0 <= local_rank < local_world_size:
@@ -139,7 +139,7 @@ def choose_cpus(
 def _nodes_of_sharers(mode: NumaBinding, topology: Topology, local_world_size: int) -> list[int]:
     """The node of each GPU, or of each worker if GPUs do not tell; [Note: a worker's NUMA node]."""
     all_nodes = {cpu.node for cpu in topology.cpus}
-    # The kernel says "unknown" for every device of a machine of one node, where it does not matter.
+    # The kernel says "unknown" for every device of a machine with one node, where it does not matter.
     only_node = min(all_nodes) if len(all_nodes) == 1 else None
     known: list[int] = []
     for device_node in topology.device_nodes:
@@ -225,7 +225,7 @@ def visible_devices(setting: str | None, devices: Sequence[str | None]) -> tuple
     Returns:
         For each device workers see, its index into ``devices``, or None for one that is named in a
         way that cannot be resolved without the driver (a MIG slice, a UUID not in ``devices``). As
-        CUDA does it, the list ends before the first number that is no device.
+        in CUDA, the list ends before the first number that is not a device.
     """
     if setting is None:
         return tuple(range(len(devices)))
@@ -236,7 +236,7 @@ def visible_devices(setting: str | None, devices: Sequence[str | None]) -> tuple
                 break
             seen.append(int(item))
         elif item and not item.startswith("-"):
-            # CUDA takes a UUID's beginning as well, if only one device has it.
+            # CUDA also takes the start of a UUID, if only one device has it.
             matches = [
                 index for index, uuid in enumerate(devices) if uuid and uuid.startswith(item)
             ]

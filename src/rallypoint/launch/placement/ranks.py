@@ -45,11 +45,11 @@ def assign(
         workers_of_nodes: number of workers of each node, by node rank.
         node_rank: the node whose workers are wanted.
         local_rank_base: local rank of its first worker, where several supervisors share a machine.
-        local_world_size: workers on the machine, then; default: this node's own.
-        group_rank: the machine's rank, then; default: ``node_rank``.
-        group_world_size: number of machines, then; default: number of nodes.
+        local_world_size: in that case, workers on the machine; default: this node's own.
+        group_rank: in that case, the machine's rank; default: ``node_rank``.
+        group_world_size: in that case, number of machines; default: number of nodes.
         rank_offset: added to every rank (function launches that are one part of a larger job).
-        world_size: of that larger job.
+        world_size: the world size of that larger job.
 
     Raises:
         ConfigError: a rank would be outside of the world.

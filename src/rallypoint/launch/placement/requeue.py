@@ -1,6 +1,6 @@
-"""``--requeue-on``: a job that ends with certain exit codes is started again by Slurm, which does so when it is asked.
+"""``--requeue-on``: when a job ends with certain exit codes, ask Slurm to start it again.
 
-Slurm requeues by itself when a node fails and at a preemption, but after an exit code only where the site has said so
+Slurm requeues on its own when a node fails and on preemption, but after an exit code only where the site has said so
 (``RequeueExit`` of slurm.conf). ``scontrol requeue`` works everywhere.
 """
 
@@ -17,22 +17,22 @@ from rallypoint.errors import ConfigError
 _JOB = "SLURM_JOB_ID"
 # How often Slurm has started this job again; not set before the first time.
 _COUNT = "SLURM_RESTART_COUNT"
-# Slurm's controller may be busy for as long; after that it is asked no more.
+# Slurm's controller may be busy for this long; after that we give up.
 _PATIENCE = 60.0
-# The first node asks at once, and the others are ended with it. If they are not, it was lost.
+# The first node asks at once, and Slurm ends the others with it. If they still run after this long, it was lost.
 _TURN = 10.0
 
 
 def check(env: Mapping[str, str], text: str, shown: str) -> None:
-    """Whether there is somebody to ask.
+    """Check that there is a Slurm to ask.
 
     Args:
         env: variables.
-        text: of the flag.
-        shown: its name, for errors.
+        text: the flag's value.
+        shown: the flag's name, for errors.
 
     Raises:
-        ConfigError: this is no job of Slurm, or its commands are not here.
+        ConfigError: this is not a Slurm job, or Slurm's commands are not here.
     """
     if not env.get(_JOB):
         raise ConfigError(shown, text, f"only Slurm starts a job again, and {_JOB} is not set")
@@ -44,7 +44,7 @@ def check(env: Mapping[str, str], text: str, shown: str) -> None:
 def requeue(
     code: int, env: Mapping[str, str], say: Callable[[str], None], *, is_first: bool
 ) -> None:
-    """Ask Slurm to start this job again. Slurm ends it, this process too.
+    """Ask Slurm to start this job again. Slurm first ends it, and this process with it.
 
     Args:
         code: the exit code of the job.
@@ -56,7 +56,7 @@ def requeue(
     if not is_first:
         threading.Event().wait(_TURN)  # for Slurm, which ends this process
     try:
-        # A job that was cancelled has ended because somebody wanted it to. One that Slurm starts again anyway is no
+        # A job that was cancelled has ended because somebody wanted that. One that Slurm starts again anyway is no
         # longer running either.
         state = _ask(("squeue", "--noheader", f"--jobs={job}", "--format=%T"), env)
         if state != "RUNNING":

@@ -1,4 +1,4 @@
-"""Reads what :mod:`rallypoint.launch.placement.numa` decides by: CPUs, caches and GPUs, from /sys and /proc.
+"""Reads what :mod:`rallypoint.launch.placement.numa` needs to decide: CPUs, caches and GPUs, from /sys and /proc.
 
 Reading files needs neither numactl nor a driver nor torch, so the supervisor can do it, once, before
 it starts a worker, and a mistake is reported once and not by every worker.
@@ -25,7 +25,7 @@ _NVIDIA, _AMD = 0x10DE, 0x1002
 # itself. NVSwitches, network cards and a GPU's own audio function have others.
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
 
-# Applied one after the other: each counts within what the one before left.
+# Applied one after the other: each selects from what the one before left.
 _VISIBILITY: Mapping[int, tuple[tuple[str, ...], ...]] = {
     _NVIDIA: (("CUDA_VISIBLE_DEVICES",),),
     _AMD: (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
@@ -63,7 +63,7 @@ def read_topology(
 
 
 def num_devices(env: Mapping[str, str]) -> int:
-    """How many GPUs this process sees, without asking their driver; 0: none that can be found like this.
+    """How many GPUs this process sees, without asking their driver; 0 if none can be found this way.
 
     Args:
         env: where to look for ``CUDA_VISIBLE_DEVICES`` and its AMD relatives.
@@ -82,7 +82,7 @@ def _read_cpus(system: Path) -> tuple[Cpu, ...]:
     if not online:
         raise _unreadable(system / "cpu/online", "it lists no CPU")
     node_of = _read_nodes(system, online)
-    # CPUs come in families that share a core or a cache; one of them tells for all.
+    # CPUs come in families that share a core or a cache; one of them speaks for all.
     core_of: dict[int, int] = {}
     cache_of: dict[int, int | None] = {}
     cpus: list[Cpu] = []
@@ -114,7 +114,7 @@ def _read_nodes(system: Path, online: list[int]) -> dict[int, int]:
     node_of: dict[int, int] = {}
     for folder in (system / "node").glob("node[0-9]*"):
         node = int(folder.name.removeprefix("node"))
-        # Nodes of memory alone (HBM, CXL, a GPU's own) have an empty list.
+        # Memory-only nodes (HBM, CXL, a GPU's own) have an empty list.
         node_of.update(dict.fromkeys(_parsed(folder / "cpulist", parse_cpus), node))
     return node_of
 
@@ -123,7 +123,7 @@ def _read_last_cache(folder: Path) -> frozenset[int]:
     """The CPUs that share the cache farthest from the core; empty if none is described.
 
     That is L3 where there is one. Virtual machines often describe no cache at all, which matters to
-    one mode only, so it is no error here.
+    one mode only, so it is not an error here.
     """
     farthest, sharers = 0, frozenset[int]()
     for index in sorted(folder.glob("index[0-9]*")):

@@ -88,7 +88,7 @@ def worker_env(
 
 
 def place_env(ranks: WorkerRanks) -> dict[str, str]:
-    """The variables that change when a session goes on with another number of ranks."""
+    """The variables that change when a session continues with a different number of ranks."""
     return {
         "RANK": str(ranks.rank),
         "WORLD_SIZE": str(ranks.world_size),
@@ -117,7 +117,7 @@ def _own_device(env: Mapping[str, str], local_rank: int) -> str:
 
 
 def fill_in(args: Sequence[str], ranks: WorkerRanks, generation: int) -> tuple[str, ...]:
-    """A worker's own arguments (``--templates``): ``{rank}`` and its like replaced; other braces stay as they are."""
+    """A worker's own arguments (``--templates``): ``{rank}`` and the like replaced; other braces stay as they are."""
     values = {
         "{rank}": ranks.rank,
         "{local_rank}": ranks.local_rank,
@@ -129,7 +129,7 @@ def fill_in(args: Sequence[str], ranks: WorkerRanks, generation: int) -> tuple[s
 
 
 def log_prefix(template: str | None, role: str, ranks: WorkerRanks) -> str:
-    """What stands before each teed line: ``[default0]:``, or the user's template filled in."""
+    """The prefix of each teed line: ``[default0]:``, or the user's template filled in."""
     if template is None:
         return f"[{role}{ranks.local_rank}]:"
     return Template(template).safe_substitute(

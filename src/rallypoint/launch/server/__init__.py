@@ -1,1 +1,1 @@
-"""The fork server, how its supervisor holds it, and what both ask of Linux."""
+"""The fork server and the supervisor's handle on it, with templates, stores and warm servers."""

@@ -23,7 +23,7 @@ from rallypoint._core import linux
 # One message; a worker's environment delta is about 1 KB.
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 16
-# Sent instead of a message that is in the last descriptor.
+# Sent in place of a long message, which is then in a memory file: the last descriptor.
 _IN_FILE = b'"in file"'
 
 Message = dict[str, Any]  # Any: JSON values
@@ -87,7 +87,7 @@ class Channel:
                 os.close(fd)
 
     def receive(self, most: int | None = None) -> list[tuple[Message, list[int]]]:
-        """Receive the pending messages, or the first ``most``. Sets ``closed_by_peer`` when the peer has closed.
+        """Receive the pending messages, at most ``most`` of them. Sets ``closed_by_peer`` when the peer has closed.
 
         Raises:
             OSError: EMFILE: too many open files to receive a message's descriptors.

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing by itself: imports make hundreds of thousands of objects that stay, and every collection visits all of them.
+    """Suspend automatic collection: imports make hundreds of thousands of objects that stay, and each run visits them all.
 
-    ``gc.isenabled()`` remains as it is, and a module that sets thresholds of its own has its way.
+    ``gc.isenabled()`` does not change, and a module that sets its own thresholds keeps them.
     """
     before = gc.get_threshold()
     gc.set_threshold(0)
@@ -23,12 +23,12 @@ def paused() -> Iterator[None]:
 
 
 def keep() -> None:
-    """Keep what has been imported, and never visit it: for torch, which leaves about 1 MB that could be freed."""
+    """Exempt what has been imported from collection, garbage included: for torch, which leaves only about 1 MB of it."""
     gc.freeze()
 
 
 def settle() -> None:
-    """Free what can be, and leave the rest out of later collections.
+    """Free what can be freed, and exempt the rest from later collections.
 
     The collector writes to the objects it visits, which would copy their pages in every worker.
     """

@@ -2,32 +2,33 @@
 
 Theory of operation
 -------------------
-The supervisor starts this process first and continues with its own work. This process imports torch
-(and what ``--preload`` names); then a loop handles requests from the supervisor and reports how the
-children end. With ``--start-method exec`` nothing is imported, and a worker is a fork that executes a
-plain interpreter; supervision is the same.
+The supervisor starts this process first and continues with its own work. This process imports torch (and what
+``--preload`` names); then a loop handles requests from the supervisor and reports how its children exit. With
+``--start-method exec`` nothing is imported, and a worker is a fork that executes a plain interpreter; supervision is the same.
 
-What workers import later, from torch itself, their successors have when they start: then they are forks of a
+Parts of torch that workers import later are already imported when their successors start: those are forks of a
 *template*, which is a fork of this process (see ``learning`` and ``templates``).
 
 Rules:
 
 1. One thread. A fork of a process with threads inherits locks that are never released.
-2. Every process of the job is a descendant of this one. It is a *subreaper*: orphaned daemons become
-   its children. So its descendants are the whole job, whatever user code does. (The process of the
-   job's store, if this node serves it, is one too, but only the supervisor ends it: see ``job_store``.)
-3. If the supervisor dies, this process kills all its descendants and ends. If this process dies, the
-   supervisor, a subreaper too, inherits them and kills them. Each worker also asks the kernel to die
-   with its parent. One of the three is enough.
-4. Only this process signals pids: the pid of a child it has not reaped cannot be reused. (If this
-   process is stopped and does not answer, the supervisor kills everything itself.)
-5. Batch systems signal every process of a job. So a signal that arrives here has reached the workers
-   too. It does nothing else, and the workers are not sent it again at the supervisor's request: a
-   second one would interrupt a handler that is writing a last checkpoint.
+2. Every process of the job is a descendant of this one. It is a *subreaper*: orphaned daemons become its children. So
+   its descendants are the whole job, whatever user code does. (The process of the job's store, if this node serves it,
+   is one too, but only the supervisor ends it: see ``job_store``.)
+3. If the supervisor dies, this process kills all its descendants and exits. If this process dies, the supervisor, also
+   a subreaper, inherits them and kills them. Each worker also asks the kernel to die with its parent. Any one of the
+   three is enough.
+4. Only this process signals pids: the pid of a child it has not reaped cannot be reused. (If this process is stopped
+   and does not answer, the supervisor kills everything itself.)
+5. Batch systems signal every process of a job. So a signal that arrives here has reached the workers too. It does
+   nothing else here, and is not sent to the workers again when the supervisor asks: a second one would interrupt a
+   handler that is writing a last checkpoint.
 
 Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal
-arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers that are forked already) · ``ping``. Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` ·
-``failed`` (a limit was reached) · ``learned`` (what the next workers have imported) · ``heard`` (confirms a request with a number, ``ask``). Handlers document the fields.
+arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers forked in advance) · ``ping``.
+Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit was
+reached) · ``learned`` (what the next workers will have imported) · ``heard`` (confirms a request with a number,
+``ask``). Handlers document the fields.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class ForkServer:
         call: with ``fork`` (function launches), what a worker calls: this process is a fork of the
             caller's program, so it has the function already.
         open_files: a worker's limit of open files, if lower than this process's.
-        learns: whether the next workers have imported what earlier ones imported.
-        secret_fd: a memory file with the job's secret, for all processes of the job; None: it has none.
+        learns: whether new workers start with what earlier ones imported.
+        secret_fd: a memory file with the job's secret, for all processes of the job; None if it has none.
         supervisor: a pidfd of the supervisor, if that is not this process's parent (see ``warm_server``).
     """
 
@@ -136,9 +137,9 @@ class ForkServer:
     # -- life ---------------------------------------------------------------------------------
 
     def run(self, preload: tuple[str, ...]) -> None:
-        """Import, report, serve, and end the process."""
+        """Import, report, serve, and exit."""
         signals.note(self._note_signal)
-        # A fork that has our handlers would seem to have its own, for which it may be sent these signals.
+        # A fork that inherits a handler for one of these would seem to have set its own, and could be sent the signal.
         for number in (ASK_SIGNAL, STACK_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
         process.set_subreaper(True)
@@ -153,7 +154,7 @@ class ForkServer:
             ctypes.CDLL(None).fflush(None)
         self._watch_children()
         # Watch the supervisor's pidfd, not only the channel: other forks of its program (function
-        # launches) may hold the channel open. A parent is still ours, or we would be dead.
+        # launches) may hold the channel open. Our parent is still the supervisor, or we would be dead.
         if self._supervisor < 0:
             self._supervisor = linux.pidfd_open(os.getppid())
         process.live_without_parent()  # from here on the loop watches the supervisor and cleans up
@@ -290,7 +291,7 @@ class ForkServer:
     def _become_worker(
         self, message: Message, fds: list[int], changes: Mapping[str, str | None]
     ) -> None:
-        """In a fork of this process, or of the template."""
+        """Run in a fork of this process, or of the template."""
         self._begin_child(deaf=False)
         worker = WorkerStart(
             env=message["env"],
@@ -320,7 +321,7 @@ class ForkServer:
                     os.set_inheritable(fd, True)
                 code = f"{store_host.OWN_INTERPRETER}{call}; {call}{args}"
                 with environment.overlay({"OMP_NUM_THREADS": "1"}):
-                    # -P: files of the current folder must not stand in for modules.
+                    # -P: files in the current folder must not shadow modules.
                     flags = torch_private.interpreter_flags()
                     os.execv(sys.executable, [sys.executable, *flags, "-P", "-c", code])
             process.set_title(f"rally: {title}")
@@ -397,8 +398,8 @@ class ForkServer:
     ) -> int:
         """Fork a process of the job; with ``lasts``, only the supervisor ends it.
 
-        ``become`` begins with :meth:`_begin_child`. Each call between here and the script is a frame that the script
-        lacks in its recursion limit.
+        ``become`` begins with :meth:`_begin_child`. Each call between here and the script costs the script a frame of its
+        recursion limit.
         """
         pid = self._fork_process(become, fds)
         if lasts:
@@ -414,8 +415,8 @@ class ForkServer:
         self._report({"is": "spawned", "name": name, "pid": pid, "lasts": False})
 
     def _fork_process(self, become: Callable[[], None], fds: Collection[int] = ()) -> int:
-        """Fork, close what is the server's alone, and call ``become`` in the child; it must not return."""
-        # Block signals until the new process is set up; those sent before wait.
+        """Fork, close what belongs to the server alone, and call ``become`` in the child; ``become`` must not return."""
+        # Block signals until the new process is set up; those sent meanwhile wait.
         mask = signals.block()
         try:
             pid = os.fork()
@@ -445,7 +446,7 @@ class ForkServer:
         return pid
 
     def _begin_child(self, *, deaf: bool) -> None:
-        """In a new process of the job. A deaf one ignores signals: it is no worker, and those to the job must not end it."""
+        """Set up a process of the job. A deaf one ignores signals: it is not a worker, and the job's signals must not end it."""
         os.setsid()
         process.die_with_parent(self._pid)
         if deaf:
@@ -565,7 +566,7 @@ def main(fd: int) -> None:
     adopt(None if secret_fd is None else from_descriptor(secret_fd))
     process.die_with_parent(hello["supervisor"])  # until the loop watches the supervisor
     job = Job.from_json(hello["job"])
-    # Begins like a worker's title and lacks our name, so `pkill -f` with either matches workers too, or not us.
+    # Starts like a worker's title and lacks our name: `pkill -f` with that start matches workers too, with our name not us.
     process.set_title(f"{Path(sys.executable).name}: fork server of {job.title}")
     start_method = StartMethod(hello["start_method"])
     server = ForkServer(

@@ -11,7 +11,7 @@ from importlib.machinery import all_suffixes
 
 
 def hidden(folder: str | None) -> list[str]:
-    """Names of files and packages in ``folder`` that modules of the standard library have too, sorted."""
+    """Sorted names of the files and packages in ``folder`` that are named like a module of the standard library."""
     if folder is None:
         return []
     try:
@@ -23,7 +23,7 @@ def hidden(folder: str | None) -> list[str]:
 
 def _module(entry: os.DirEntry[str]) -> str | None:
     if entry.is_dir():
-        # A folder without this file is only taken if no module of the name is found anywhere else.
+        # Python takes a folder without this file only if it finds no module of that name anywhere else.
         return entry.name if os.path.isfile(os.path.join(entry.path, "__init__.py")) else None
     ending = next((each for each in all_suffixes() if entry.name.endswith(each)), None)
     return None if ending is None else entry.name.removesuffix(ending)

@@ -1,4 +1,4 @@
-"""Which modules the next workers have imported when they start: learned from the workers before them.
+"""Which modules new workers start with already imported: learned from the workers before them.
 
 Theory of operation
 -------------------
@@ -10,15 +10,14 @@ next workers are forks of the template.
 
 A script must not notice. So an import is kept only if it would have done the same in each worker:
 
-1. It is a part of torch or of this package, and named in one of the two. Any other package may draw a random number, a date or a name
-   of the host when it is imported, which all workers would share: those are left to ``--preload``.
+1. It is part of torch or of this package, and listed in one of the two. Any other package may, when imported, take a
+   random number, a date or the host's name, which all workers would then share: that is left to ``--preload``.
 2. It has read no environment variable that was different in a worker when that worker imported it. That
-   includes ``RANK`` and all that the script itself sets before.
-3. All it loaded is installed: nothing of the user's own, no editable install, and no module of which a folder
-   that the script has put first on ``sys.path`` has one of the same name. Native libraries read the
-   environment unseen, so they must be Python's or from :data:`KNOWN_NATIVE`.
-4. It left nothing behind that a fork does not get, or gets twice: threads, files, processes, signal
-   handlers, output.
+   includes ``RANK`` and everything that the script itself has set by then.
+3. Everything it loaded is installed: nothing of the user's own, no editable install, and no module whose name also
+   exists in a folder that the script has put first on ``sys.path``. Native libraries read the environment
+   unseen, so they must be Python's, the system's or from :data:`KNOWN_NATIVE`.
+4. It left nothing behind that a fork would lack, or have twice: threads, files, processes, signal handlers, output.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from rallypoint.launch.torch_private import LEARNABLE
 from rallypoint.launch.worker.preloaded import OURS
 
 
-# Packages of which native libraries may be loaded: torch's own dependencies.
+# Packages whose native libraries may be loaded: torch's own dependencies.
 KNOWN_NATIVE = frozenset(
     {"torch", "numpy", "numpy.libs", "gmpy2", "gmpy2.libs", "markupsafe", "triton", "yaml"}
 )
 
 
-# Reports that nodes tell each other.
+# The most reports that one node passes on to another.
 MOST_REPORTS = 100
 
 
@@ -56,8 +55,8 @@ class Report:
     """A worker has imported a package.
 
     Args:
-        package: or a module of it.
-        changed: environment variables that were different from the fork server's then.
+        package: the package, or a module of it.
+        changed: environment variables that then differed from the fork server's.
         paths: folders that the worker had put first on ``sys.path``.
     """
 
@@ -70,7 +69,7 @@ class Report:
 
 
 def reports_in(told: object) -> list[Report]:
-    """The reports in what another node has told; what is no report of a package that is learned is left out."""
+    """The reports in what another node has sent. Anything else is left out, as are packages that are not learned."""
     found = []
     for each in told[:MOST_REPORTS] if isinstance(told, list) else ():
         if not isinstance(each, dict) or not isinstance(each.get("package"), str):
@@ -95,8 +94,8 @@ class Observation:
         reads_all: it listed the environment.
         sets: environment variables it set.
         foreign: modules it loaded that are not part of an installed package.
-        hidden: modules it loaded of which a script has its own, on its ``sys.path``.
-        native: native libraries it loaded that are not known.
+        hidden: modules it loaded that a script has on its own ``sys.path``, too.
+        native: unknown native libraries it loaded.
         left: what it left behind, in words.
     """
 
@@ -142,7 +141,7 @@ class Learned:
     Args:
         changed: package -> variables that were different when a worker imported it, in the order of the reports.
         seen: package -> what its import did in a template.
-        broken: package -> how a template ended while it imported it.
+        broken: package -> how a template ended while importing it.
         paths: folders that workers had put first on ``sys.path``.
     """
 
@@ -178,7 +177,7 @@ class Learned:
             seen = self.seen.get(package)
             if package in found or seen is None:
                 continue
-            # What an earlier import set in the workers, it set in the template, too.
+            # What an earlier import set in the workers, it also set in the template.
             if why := objection(seen, changed - set_by_imports):
                 found[package] = why
             else:
@@ -186,7 +185,7 @@ class Learned:
         return found
 
     def wanted(self) -> tuple[str, ...]:
-        """The packages that the next workers should have, as far as is known, in the order of the reports."""
+        """The packages that new workers should start with, as far as is known, in the order of the reports."""
         against = self.objections()
         return tuple(package for package in self.changed if package not in against)
 
@@ -200,7 +199,7 @@ def unknown_library(path: str, packages: Iterable[str], system: Iterable[str]) -
     """The package or path of a native library that may read the environment; "" if it is known.
 
     Args:
-        path: of the library.
+        path: the library's path.
         packages: folders with installed packages.
         system: folders with Python's own and the system's libraries; they may contain ``packages``.
     """

@@ -1,4 +1,4 @@
-"""The supervisor's handle of the fork server: start it, talk to it, watch it, end it."""
+"""The supervisor's handle on the fork server: start it, talk to it, watch it, end it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ServerProcess:
         pid: the server's pid; it is a child of this process.
         channel: the connection to it.
         marker: ``RALLY_JOB=…`` as in the environment of everything it starts.
-        strangers: with None, only marked processes are killed. Otherwise this process only runs the
-            job, and all its descendants are the job's, marked or not, except these.
-        forked: the server is a fork of this program: its forks have the mark in memory only.
-        warm: the server is a fork of a warm server, so it is no child of this process.
-        path: the folder that it imports from before all others, if there is one.
+        strangers: with None, only marked processes are killed. Otherwise this process does nothing but run
+            the job, so all its descendants except these are the job's, marked or not.
+        forked: the server is a fork of this program, so its own forks carry the mark in memory only.
+        warm: the server is a fork of a warm server, so it is not a child of this process.
+        path: the folder that it imports from before any other, if there is one.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class ServerProcess:
         """Start a server in a new interpreter. Returns while the server is still importing.
 
         Args:
-            secret: the job's; the server and its forks hold it in memory.
+            secret: the job's secret; the server and its forks hold it in memory.
             alone: this process only runs the job, so all orphans it adopts are the job's.
             open_files: a worker's limit of open files, if lower than ours.
-            learns: whether the next workers have imported what earlier ones imported.
-            warm: take a fork of a warm server instead; a new one is kept for so many seconds after the job.
+            learns: whether new workers start with what earlier ones imported.
+            warm: take a fork of a warm server instead; a new one is kept for this many seconds after the job.
 
         Raises:
             LaunchError: the interpreter cannot be executed.
@@ -197,7 +197,7 @@ class ServerProcess:
         return cls._of(pid, Channel(ours), token, forked=True)
 
     def end(self, patience: float = 8.0) -> list[int]:
-        """Close the channel, so that the server kills everything and ends. If it does not, kill both here.
+        """Close the channel, so that the server kills everything and exits. If it does not, kill both here.
 
         Returns:
             Pids of processes that are still running.
@@ -310,7 +310,7 @@ class ServerProcess:
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
     def why_imports_fail(self) -> str:
-        """What in the script's folder may have made its imports fail, as the end of a sentence; or nothing."""
+        """What in the script's folder may have made its imports fail, as the end of a sentence; "" if nothing has."""
         found = hidden_modules.hidden(self._path)
         if not found:
             return ""
@@ -358,7 +358,7 @@ class ServerProcess:
         if self._forked:
             ours = process.descendants(os.getpid())
             found |= {pid for pid in ours if process.bears_mark(pid, self._marker)}
-        if self._warm:  # what it left is a child of the warm server, or of none
+        if self._warm:  # its leftovers are children of the warm server, or of none
             found |= set(process.marked_in_memory(self._marker, self._since))
         if self._strangers is not None:
             found |= set(process.descendants(os.getpid(), keep=self._strangers))

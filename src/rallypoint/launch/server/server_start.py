@@ -23,13 +23,13 @@ def start_server(
     call: Callable[[WorkerFds], None] | None,
     say: Callable[[str], None],
 ) -> ServerProcess:
-    """Start the fork server, which imports from now on.
+    """Start the fork server. It may still be importing when this returns.
 
     Args:
         config: what to run.
         env: what is added to the supervisor's environment.
         token: identifies the job among the user's jobs.
-        call: function launches by ``fork``: what a worker calls.
+        call: for function launches by ``fork``, what a worker calls.
         say: prints a line for the user.
 
     Raises:

@@ -1,9 +1,9 @@
 """The processes that serve a store: a generation's, or the job's.
 
-[Note: A generation's store] Workers meet at a c10d ``TCPStore``. It has a process of its own, so rank 0 may end early, and each
-generation gets a new one, so no worker can read what an earlier generation wrote. The supervisor
-binds the socket: its port is known before torch is imported anywhere, and no other process can take
-it. Workers that connect before the store is served wait in the socket's backlog.
+[Note: A generation's store] Workers meet at a c10d ``TCPStore``. It has a process of its own, so rank 0 may exit early,
+and each generation gets a new one, so no worker can read what an earlier generation wrote. The supervisor binds the
+socket: its port is known before torch is imported anywhere, and no other process can take it. Workers that connect
+before the store is served wait in the socket's backlog.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _without_stderr() -> Iterator[None]:
         os.close(null)
 
 
-# What the code begins with that an interpreter of a store's own runs.
+# The first part of the code that a store's own interpreter runs.
 OWN_INTERPRETER = "from rallypoint.launch.server.store_host import "
 # Messages between the process of the job's store and its supervisor.
 READY, GO = b"r", b"g"
@@ -76,7 +76,7 @@ def _store_class() -> Any:
     try:
         return torch_private.store_class()
     except Exception:  # noqa: BLE001  a torch of another kind
-        # All of it, then. This process cannot import it any more.
+        # Import all of it, then, in a new interpreter: this one no longer can.
         os.execv(sys.executable, [*sys.orig_argv[:-1], f"import torch.distributed; {code}"])
 
 

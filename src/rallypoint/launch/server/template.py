@@ -3,14 +3,14 @@
 The imports run here, not in the fork server, so one that crashes, hangs or starts a thread costs only this
 process. See ``learning`` for which packages these are.
 
-[Note: Forks of a template] A worker is a child of the fork server, as any other is. So a template forks twice: a
-*midwife*, which forks the workers of one batch, reports their pids and ends. The workers then become children of the
-fork server, the nearest subreaper. Each waits for that, and for the word that it has been reported: a worker
-whose midwife ended before has not run any code, and the fork server starts it by itself.
+[Note: Forks of a template] These workers, like any others, must be children of the fork server. So a template forks a
+*midwife*, which forks the workers of one batch, reports their pids and exits. The workers then become children of the
+fork server, the nearest subreaper. Each waits for that, and for word that its pid has been reported. If its
+midwife ends first, it exits without having run any code, and the fork server starts that worker itself.
 
-[Note: Workers in waiting] A fork of so large a process takes some 10 ms, and a worker takes two, while survivors wait
-for it. So a template also forks workers *ahead*: they become children of the fork server as any do, and then wait for
-their start on a line of their own. Signals that come meanwhile are meant for others.
+[Note: Workers in waiting] Forking so large a process takes some 10 ms, and a worker takes two forks, while survivors
+wait for it. So a template also forks workers *ahead*: they become children of the fork server like any others, and then
+wait for their start, each on its own line. Signals that arrive meanwhile are meant for others.
 
 Messages to the template: ``spawn``, as to the fork server · ``wait``: fork a worker ahead (``name``; its descriptor: the
 line on which its ``spawn`` will come). Reports (``is``): ``importing`` · ``imported`` · ``ready`` · ``forked``.
@@ -54,7 +54,7 @@ def run(
     Args:
         channel: to the fork server.
         packages: what to import.
-        paths: folders in which workers look for modules first, and the fork server does not.
+        paths: folders that workers search for modules first, and the fork server does not.
         become: turns a fork into a worker.
     """
     process.set_title("rally: template of the next workers")
@@ -72,7 +72,7 @@ def run(
             if seen.error:
                 os._exit(1)
         collector.settle()
-    os.close(output)  # workers would have it, too
+    os.close(output)  # workers would inherit it
     environment.apply({name: before.get(name) for name in changes})
     ending.flush_quietly()
     ctypes.CDLL(None).fflush(None)
@@ -139,7 +139,7 @@ def _fork_batch(
 
 
 def _wait_to_be_adopted(go: int, midwife: int) -> None:
-    """In a worker: wait until it is reported, and a child of the fork server."""
+    """In a worker: wait until it has been reported and is a child of the fork server."""
     if os.read(go, 1) != b"g":
         os._exit(1)
     os.close(go)
@@ -150,7 +150,7 @@ def _wait_to_be_adopted(go: int, midwife: int) -> None:
 
 
 def _awaited_start(line: int) -> tuple[Message, list[int]]:
-    """In a worker that was forked ahead: wait for its start. Ends the process if none will come."""
+    """In a worker that was forked ahead: wait for its start. Exits if none will come."""
     process.set_title("rally: next worker")
     channel = Channel(socket.socket(fileno=line))
     poller = select.poll()
@@ -263,7 +263,7 @@ def _file_of(module: types.ModuleType | None) -> str:
 
 
 def _in_folders(modules: Iterable[str], folders: Sequence[str]) -> Iterator[str]:
-    """Which top-level modules these folders have. (Asked of finders of our own: ``sys.path`` is the script's.)"""
+    """Which of these top-level modules the folders have too. (We use our own finders: ``sys.path`` is the script's.)"""
     kinds = (
         (importlib.machinery.SourceFileLoader, importlib.machinery.SOURCE_SUFFIXES),
         (importlib.machinery.SourcelessFileLoader, importlib.machinery.BYTECODE_SUFFIXES),
@@ -279,7 +279,7 @@ def _in_folders(modules: Iterable[str], folders: Sequence[str]) -> Iterator[str]
             spec = finder.find_spec(name)
             if (
                 spec is not None and spec.loader is not None
-            ):  # else a folder without modules of Python
+            ):  # else a folder that is not a regular package
                 yield name
 
 
@@ -324,7 +324,7 @@ def to_json(seen: learning.Observation) -> dict[str, object]:
 
 
 def from_json(record: Mapping[str, object]) -> learning.Observation:
-    """What :func:`to_json` was given."""
+    """The observation that :func:`to_json` was given."""
     values = {
         name: (
             (frozenset(value) if name in {"reads", "sets"} else tuple(value))

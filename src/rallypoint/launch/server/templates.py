@@ -17,18 +17,18 @@ from .channel import Channel, Message, socket_pair
 
 
 # Seconds without a report before a template is made: workers that still import need the CPU themselves.
-# Twice as long after each template.
+# Doubles with each template.
 QUIET = 2.0
-# How many times as long reports that say nothing new can put a template off. Where workers are lost all the time,
-# those that replace them import all the time, and need the template most.
+# Reports that say nothing new can put a template off for at most this many times as long. Where workers are lost all
+# the time, their replacements import all the time, and need the template most.
 LONGEST_QUIET = 3
-# Templates per job, as a bound: each costs the CPU time of its imports.
+# The most templates per job: each costs the CPU time of its imports.
 MOST = 6
 # Seconds that the import of one package may take.
 IMPORT_PATIENCE = 60.0
 # Seconds that the forks of a batch may take.
 FORK_PATIENCE = 5.0
-# Seconds until a worker that waited and was started has a successor: the CPU is needed for the start first.
+# Seconds from the start of a waiting worker until its successor is forked: the start needs the CPU first.
 SUCCESSION = 2.0
 
 
@@ -50,11 +50,11 @@ class _Template:
     importing: str = ""
     forking: dict[str, Channel] = field(
         default_factory=dict
-    )  # workers ahead that are not reported yet, by name
+    )  # workers forked ahead but not yet reported, by name
     waiting: list[_Waiting] = field(default_factory=list)
 
     def take_forked(self, message: Message) -> dict[str, int]:
-        """A fork is reported: its name and pid, unless it was forked ahead and waits."""
+        """Take the report of a fork. Returns its name and pid, unless it was forked ahead and waits."""
         name, pid = message["name"], message["pid"]
         line = self.forking.pop(name, None)
         if line is None:
@@ -63,11 +63,11 @@ class _Template:
         return {}
 
     def processes(self) -> Sequence[_Template | _Waiting]:
-        """This one, and the workers that wait."""
+        """The template itself, and the workers that wait."""
         return self, *self.waiting
 
     def close(self) -> None:
-        """End the lines to it and to the workers that wait, which end then."""
+        """Close the lines to it and to the workers forked ahead, which then exit."""
         for line in (
             self.channel,
             *self.forking.values(),
@@ -108,7 +108,7 @@ class Templates:
     # -- what the loop asks -------------------------------------------------------------------------
 
     def hear(self, package: str, changed: Sequence[str], paths: Sequence[str] = ()) -> None:
-        """A worker imports a package, or still does."""
+        """Take a worker's report that it imports a package."""
         before = self._learned
         self._learned = before.reported(package, changed, paths)
         is_new = (self._learned.wanted(), self._learned.paths) != (before.wanted(), before.paths)
@@ -118,7 +118,7 @@ class Templates:
             self._due = min(clock.MONOTONIC.now() + self._quiet(), self._due_at_the_latest)
 
     def keep_ahead(self, count: int) -> None:
-        """Have so many workers forked before they are asked for: [Note: Workers in waiting]."""
+        """Keep this many workers forked before they are asked for: [Note: Workers in waiting]."""
         if count > self._ahead:
             self._ahead, self._ahead_due = count, clock.MONOTONIC.now()
 
@@ -133,7 +133,7 @@ class Templates:
         return {each.pid for held in self._present() for each in held.processes()} - {0}
 
     def ended(self, pid: int) -> None:
-        """The loop has reaped this child, whose pid may be another's from now on."""
+        """The loop has reaped this child, whose pid may be reused from now on."""
         for held in self._present():
             for each in held.processes():
                 if each.pid == pid:
@@ -167,7 +167,7 @@ class Templates:
                 self._fork_ahead()
 
     def start(self, spawns: Sequence[tuple[Message, list[int]]]) -> dict[str, int]:
-        """Start workers from the template, if it may be used: the names and pids of those that have started."""
+        """Start workers from the template, if it may be used. Returns the names and pids of those that have started."""
         held = self._template
         if not spawns or held is None or not self._may_use(held):
             return {}
@@ -191,7 +191,7 @@ class Templates:
     def _start_waiting(
         self, held: _Template, spawns: Sequence[tuple[Message, list[int]]]
     ) -> dict[str, int]:
-        """Start those that were forked ahead, as far as there are any."""
+        """Start workers that were forked ahead, as many as there are."""
         started: dict[str, int] = {}
         for message, fds in spawns:
             while held.waiting and message["name"] not in started:

@@ -1,4 +1,4 @@
-"""Warm servers, as others see them: finding or starting the one for a job, listing them, stopping them."""
+"""Warm servers, as their clients see them: finding or starting the one for a job, listing them, stopping them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 # What a warm server imports. Modules of --preload are imported for each job: they may be the user's.
 MODULES = ("torch", "torch.distributed")
-# Servers of one user; each keeps about 200 MB.
+# The most servers per user; each holds about 200 MB.
 MOST = 4
-# Seconds until a running server answers, and a new one has imported torch.
+# Seconds that a running server may take to answer, and a new one to import torch.
 PATIENCE, START_PATIENCE = 5.0, 60.0
-# Seconds for one that is to end: it answers once it has ended.
+# Seconds that a server told to stop may take: it answers once it has ended.
 STOP_PATIENCE = 15.0
 _TITLE_ROOM = 2048
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
@@ -43,12 +43,12 @@ _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """A fork server that a warm server has become.
+    """A fork server that was forked from a warm server.
 
     Args:
         channel: the connection to it.
         pid: its pid.
-        pidfd: a descriptor of it.
+        pidfd: a pidfd of it.
     """
 
     channel: Channel
@@ -62,7 +62,7 @@ class Unfit:
 
     Args:
         why: in words.
-        again: another one may: this one has ended.
+        again: another one may serve it; this one has ended.
     """
 
     why: str
@@ -81,7 +81,7 @@ def take(
         job: the job.
         env: the environment of its fork server.
         secret_fds: a memory file with the job's secret, if it has one.
-        idle: seconds after which a new server that has no job ends.
+        idle: seconds after which a new server that has no job exits.
     """
     try:
         folder = _folder()
@@ -109,7 +109,7 @@ def take(
 def _asked(
     channel: Channel, request: Message, secret_fds: list[int], patience: float
 ) -> Warm | Unfit:
-    # Descriptors in a message that nobody reads stay open: a pipe of a stopped server's client would never end.
+    # Descriptors in a message that nobody reads stay open: if the server is stopped, a client's pipe would never end.
     channel.send({"do": "call"})
     answer = _answer(channel, patience)
     if answer is not None:
@@ -143,7 +143,7 @@ def _connected(
     """A connection to the server of this name, and how long its answer may take."""
     path = folder / f"{name}.sock"
     if not path.exists():
-        _make_room(folder, name)  # before the lock, which those that end take as well
+        _make_room(folder, name)  # before the lock, which exiting servers take as well
     with WarmLock(folder):
         connection = _dial(path)
         if connection is not None:
@@ -162,7 +162,7 @@ def _is_new(path: Path) -> bool:
 
 
 def _dial(path: Path) -> socket.socket | None:
-    """Connect; None if no process listens. Removes what a dead one has left."""
+    """Connect; None if no process listens. Removes the socket that a dead one has left."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(os.fspath(path))
@@ -207,7 +207,7 @@ def _start(
 
 
 def _make_room(folder: Path, name: str) -> None:
-    """Stop servers of other versions of this installation; and the one idle longest, if there are too many."""
+    """Stop servers of other versions of this installation and, if there are too many others, the one idle longest."""
     others = [each for each in folder.glob("*.sock") if each.stem != name]
     for path in [each for each in others if warm_key.is_outdated(each.stem, name)]:
         _asked_if_it_answers(path, {"do": "stop"})
@@ -228,7 +228,7 @@ def running() -> list[Message]:
 
 
 def stop(pids: Sequence[int] = ()) -> tuple[list[int], list[Path]]:
-    """Stop the warm servers of this user, or those with these pids. Jobs that run go on.
+    """Stop the warm servers of this user, or those with these pids. Running jobs continue.
 
     Blocks until they have ended.
 
@@ -241,7 +241,7 @@ def stop(pids: Sequence[int] = ()) -> tuple[list[int], list[Path]]:
             told = _ask(path, {"do": "status"})
             if told is None or (pids and told["pid"] not in pids):
                 continue
-            # If there is none any longer, it ended meanwhile.
+            # One that is gone by now has ended as well.
             _ask(path, {"do": "stop"}, STOP_PATIENCE)
             stopped.append(int(told["pid"]))
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Which warm server fits a job: one that a new interpreter, started here and now, would equal. Pure."""
+"""Which warm server fits a job: one that equals a new interpreter started here and now. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMES = frozenset(
 )
 # None of these has an effect on what is imported, and scripts may well change them between runs.
 _LATER = frozenset({"PATH", "VIRTUAL_ENV", "CONDA_PREFIX"})
-# The lines of /proc/self/status that a process inherits and cannot take back.
+# The lines of /proc/self/status that a process inherits and cannot change back.
 _INHERITED = (
     *("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Cpus_allowed_list", "Mems_allowed_list"),
     *("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
@@ -63,7 +63,7 @@ class Facts:
     Args:
         install: the interpreter and its prefix.
         versions: of Python, torch and this package, with the times of their files.
-        flags: of the interpreter.
+        flags: the interpreter's flags.
         env: all variables.
         folder: the working directory.
         state: what else a process inherits: limits, namespaces, control group, CPUs …
@@ -86,7 +86,7 @@ def name(facts: Facts) -> str:
 
 
 def is_outdated(other: str, current: str) -> bool:
-    """Whether a server is of the same installation as another, but of other versions."""
+    """Whether a server belongs to the same installation as the current one, but to other versions."""
     ours, theirs = current.split("."), other.split(".")
     return theirs[0] == ours[0] and theirs[1:2] != ours[1:2]
 
@@ -104,10 +104,10 @@ def why_other(reads: Iterable[str], then: Mapping[str, str], now: Mapping[str, s
 
 
 def shadowed(names: Iterable[str], loaded: Iterable[str]) -> str:
-    """The first file of a folder of the user's that an import would find in place of a loaded module; or empty.
+    """The first file in a user's folder that an import would find in place of a loaded module; "" if there is none.
 
     Args:
-        names: the entries of that folder.
+        names: the folder's entries.
         loaded: the names of the top-level modules loaded from elsewhere.
     """
     known = set(loaded)

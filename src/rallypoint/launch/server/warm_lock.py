@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-# A socket has this mode while its server still imports, and then the other one.
+# A socket's mode: the first while its server is still importing, the second after that.
 STARTING, READY = 0o600, 0o700
 
 
@@ -18,7 +18,7 @@ class WarmLock:
     """A context in which this process alone starts or ends warm servers of this user.
 
     Args:
-        folder: of their sockets.
+        folder: the folder of their sockets.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -14,11 +14,11 @@ It answers that it does not fit, and the supervisor starts an interpreter of its
 - the script's folder or PYTHONPATH would give the imports another module;
 - the imports have read a variable that is different now.
 
-All else that makes it fit is in the name of its socket (``warm_key``).
+Everything else that decides whether it fits is in the name of its socket (``warm_key``).
 
 The server ends when it has had no job for a while, on SIGTERM (``rally warm --stop``), and when its modules have
-changed. Jobs that run go on: their fork servers need it no more. It adopts what a killed fork server leaves behind, and
-kills that.
+changed. Running jobs continue: their fork servers no longer need it. It adopts and kills the processes that a killed fork
+server leaves behind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .warm_lock import READY, WarmLock, uid_of_peer
 
 # A client sends its request at once.
 REQUEST_PATIENCE = 5.0
-# Exit code of a fork that was asked something, and was no job.
+# Exit code of a fork that answered a question instead of serving a job.
 _ANSWERED = 3
 
 
@@ -72,7 +72,7 @@ class WarmServer:
 
     Args:
         listener: bound and listening.
-        path: of the socket.
+        path: the socket's path.
         idle: seconds without a job after which the server ends.
     """
 
@@ -117,7 +117,7 @@ class WarmServer:
         self._end()
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
-        # Others may be meant for all processes of a batch job, or of a terminal.
+        # Other signals may be meant for all processes of a batch job, or of a terminal.
         self._stopping |= number == signal.SIGTERM
 
     def _is_over(self) -> bool:
@@ -130,7 +130,7 @@ class WarmServer:
         return clock.milliseconds_until(self._used + self._idle)
 
     def _end(self) -> NoReturn:
-        """Remove the socket, unless another server has taken its name; then end. Jobs go on."""
+        """Remove the socket, unless another server has taken its name; then exit. Jobs continue."""
         with WarmLock(self._path.parent):
             try:
                 if os.stat(self._path).st_ino == self._inode:
@@ -156,7 +156,7 @@ class WarmServer:
     def _accept(self, wakeups: list[int]) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or no descriptor is left
+        except OSError:  # the client has gone, or no descriptor is left
             return
         with connection:
             if uid_of_peer(connection) != os.geteuid():
@@ -202,7 +202,7 @@ class WarmServer:
                 _answer(channel, {"is": "unknown", "do": other})
 
     def _end_server(self) -> None:
-        """End the server, and wait for that: its name is free then."""
+        """End the server and wait until it has exited: its name is then free."""
         if os.getppid() != self._pid:  # it has ended, and another process may have its pid
             return
         pidfd = linux.pidfd_open(self._pid)
@@ -213,7 +213,7 @@ class WarmServer:
 
     def _status(self) -> Message:
         now = clock.MONOTONIC.now()
-        jobs = sorted(filter(_leads_session, self._jobs))  # the others are only asked something
+        jobs = sorted(filter(_leads_session, self._jobs))  # the others only answer a question
         return {
             "pid": self._pid,
             "jobs": jobs,
@@ -332,7 +332,7 @@ def _of_users() -> list[str]:
 
 
 def _loaded_from_elsewhere(folder: str) -> set[str]:
-    """The top-level modules that were loaded from files that are not in this folder."""
+    """The top-level modules that were loaded from files outside this folder."""
     within = folder.rstrip("/") + "/"
     found = set()
     for name, module in list(sys.modules.items()):
@@ -343,7 +343,7 @@ def _loaded_from_elsewhere(folder: str) -> set[str]:
 
 
 def _ignore_only(ignored: list[int]) -> None:
-    """Give all signals the default that a program started by the supervisor would find."""
+    """Reset all signals to what a program started by the supervisor would find."""
     of_python = {signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - of_python - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)

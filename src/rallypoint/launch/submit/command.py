@@ -20,7 +20,7 @@ from .request import DEFAULT_NAME, USAGE, Request, avoided_list, read
 from .template import fill
 
 
-# What each engine's text is given to, and the program without which that is of no use.
+# The command that takes each engine's text, and the program that it needs.
 _CLIENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "slurm": (("sbatch",), "sbatch"),
     "k8s": (("kubectl", "create", "-f", "-"), "kubectl"),
@@ -49,7 +49,7 @@ def command(words: Sequence[str], show: Callable[[str], None]) -> int:
         show(template.rstrip("\n"))
         return 0
     if request.engine == "k8s" and request.name == DEFAULT_NAME:
-        # What has ended keeps its name there, until somebody deletes it.
+        # A job that has ended keeps its name there until somebody deletes it.
         request = dataclasses.replace(request, name=f"{DEFAULT_NAME}-{secrets.token_hex(3)}")
     text = fill(template, _fields(request, env), shown)
     if not request.dry_run:
@@ -63,7 +63,7 @@ def _hand_over(engine: str, text: str) -> NoReturn:
     if shutil.which(needed) is None and not (needed == "ray" and _own_ray().exists()):
         hint = "--dry-run shows what it would be given"
         raise ConfigError("submit", engine, f"{needed} is not installed", hint)
-    # This process becomes the client, so that signals and the end of a terminal reach it.
+    # This process becomes the client, so that signals and the closing of the terminal reach it.
     given = linux.memfd_create("rally-submit")
     os.write(given, text.encode())
     os.lseek(given, 0, os.SEEK_SET)
@@ -87,5 +87,5 @@ def _fields(request: Request, env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _own_ray() -> Path:
-    """Ray's command where this interpreter's are, which need not be on the path."""
+    """Ray's command in this interpreter's folder, which need not be on the path."""
     return Path(sys.executable).with_name("ray")

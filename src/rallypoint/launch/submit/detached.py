@@ -1,7 +1,7 @@
-"""The first host's side of ``rally submit ssh``: starts a job that goes on by itself, and shows its output.
+"""The first host's side of ``rally submit ssh``: starts a job that continues on its own, and shows its output.
 
-Three processes: one shows the output until the connection or the job ends; a keeper, in a session of its own, waits for the
-job and notes how it ended; the job is `rally run --hosts`.
+There are three processes: one shows the output until the connection or the job ends; a keeper, in a session of its own,
+waits for the job and notes how it ended; the third is the job, `rally run --hosts`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OUTPUT, _PID, _EXIT_CODE = "output", "pid", "exit-code"
 
 
 def command(words: Sequence[str]) -> int:
-    """Start a job as standard input says, and show its output. Returns its exit code."""
+    """Start the job that standard input describes, and show its output. Returns its exit code."""
     if words:
         return _keep(Path(words[0]))
     told = DetachedOrders.from_line(sys.stdin.buffer.readline())
@@ -81,7 +81,7 @@ def _follow(keeper: subprocess.Popen[bytes], folder: Path) -> int:
     poller = select.poll()
     pidfd = linux.pidfd_open(keeper.pid)
     poller.register(pidfd, select.POLLIN)
-    poller.register(1, 0)  # errors alone: nobody reads any longer
+    poller.register(1, 0)  # only errors: nobody reads any longer
     ended = False
     with open(folder / _OUTPUT, "rb") as file:
         while True:

@@ -1,10 +1,10 @@
 """The fields of the manifest for ``kubectl``: an indexed Job, and the Service that gives its pods names. Pure.
 
 The values are JSON, which YAML contains. MASTER_ADDR and WORLD_SIZE, with the JOB_COMPLETION_INDEX that Kubernetes sets,
-tell a node where it stands. rally restarts workers, so a Job of fixed size has a backoffLimit of 0: a new pod would find a job
-that has failed. In an elastic one (``--nnodes MIN:MAX``) lost pods are replaced, and a pod that failed by itself ends the Job.
-Pods look each other up before they are ready. If the namespace has a Secret ``rally`` with the key ``secret``, the
-nodes use it. Names of Kubernetes: the API reference of batch/v1 Job and v1 Service.
+tell a node its place. rally restarts workers, so a Job of fixed size has a backoffLimit of 0: a new pod would find a
+job that has failed. In an elastic one (``--nnodes MIN:MAX``) lost pods are replaced, and a pod that fails on its own
+ends the Job. Pods look each other up before they are ready. If the namespace has a Secret ``rally`` with the key
+``secret``, the nodes use it. Kubernetes' names are from the API reference of batch/v1 Job and v1 Service.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from rallypoint.launch.config import DEFAULT_SHUTDOWN_TIMEOUT
 from .request import Request, is_elastic, run_words
 
 
-# Lost pods of an elastic job; evictions and preemptions are not counted.
+# The most lost pods of an elastic job; evictions and preemptions do not count.
 _REPLACEMENTS = 100
 _FAILURE_POLICY = {
     "rules": [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            # Not by SIGKILL or SIGTERM, so by the job itself.
+            # Neither SIGKILL nor SIGTERM ended it, so the job itself failed.
             "onExitCodes": {"operator": "NotIn", "values": [137, 143]},
-            # Kubernetes 1.26 and 1.27 publish a schema that wants this of every rule.
+            # Kubernetes 1.26 and 1.27 publish a schema that requires this in every rule.
             "onPodConditions": [],
         },
     ]
@@ -58,12 +58,12 @@ def fields(request: Request) -> Mapping[str, str]:
 
 
 def _as_given(words: Sequence[str]) -> str:
-    """As JSON. Kubernetes puts variables in the place of ``$(NAME)``, and takes ``$$`` for a dollar."""
+    """The words as JSON. Kubernetes replaces ``$(NAME)`` with variables, and takes ``$$`` for a dollar."""
     return json.dumps([each.replace("$", "$$") for each in words])
 
 
 def _grace(request: Request) -> int:
-    """How many seconds a pod has between SIGTERM and SIGKILL: as long as its workers have, and the report after them."""
+    """How many seconds a pod has between SIGTERM and SIGKILL: as many as its workers have, and time for the report after that."""
     text = flags.parse(request.words).values.get("--shutdown-timeout", "")
     try:
         seconds = float(text or DEFAULT_SHUTDOWN_TIMEOUT)

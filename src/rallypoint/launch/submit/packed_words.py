@@ -1,4 +1,4 @@
-"""Words in letters that no shell interprets, for a command line that passes through several. Pure."""
+"""Words in characters that no shell interprets, for a command line that passes through several shells. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rallypoint.errors import ConfigError
 
 
 def pack(words: Sequence[str]) -> str:
-    """Letters, digits, ``-``, ``_`` and ``=``."""
+    """The words, encoded in letters, digits, ``-``, ``_`` and ``=``."""
     return base64.urlsafe_b64encode(json.dumps(list(words)).encode()).decode()
 
 
 def unpack(text: str, shown: str) -> list[str]:
-    """What :func:`pack` was given.
+    """The words that :func:`pack` was given.
 
     Args:
-        text: what it made of it.
+        text: what it returned.
         shown: the option that has it, for errors.
 
     Raises:

@@ -19,7 +19,7 @@ def fields(request: Request, client: str) -> Mapping[str, str]:
     least = request.nodes if request.min_nodes is None else request.min_nodes
     nodes = f"{request.nodes}" if least == request.nodes else f"{least}:{request.nodes}"
     gpus = [f"--gpus={request.gpus}"] if request.gpus else []
-    # Ray gives this to a shell of the cluster, and quotes words with blanks alone: its own must need no quotes. The
+    # Ray gives this to a shell of the cluster, and quotes only words that contain blanks: ours must need no quotes. The
     # interpreter is the cluster's.
     words = f"--words={packed_words.pack(request.words)}"
     command = ["python", "-m", "rallypoint.ray", f"--nodes={nodes}", *gpus, words]

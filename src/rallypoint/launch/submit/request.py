@@ -38,18 +38,18 @@ class Request:
 
     Args:
         engine: one of :data:`ENGINES`.
-        words: of ``rally run``.
+        words: the words of ``rally run``.
         nodes: how many.
         gpus: on each node; 0: none are asked for.
-        name: of the job.
-        image: of the container; Kubernetes alone.
-        hosts: as for ``rally run --hosts``; ssh alone.
+        name: the job's name.
+        image: the container's image; Kubernetes only.
+        hosts: as for ``rally run --hosts``; ssh only.
         ssh_options: for the connection to the first of them.
-        min_nodes: with how many the job goes on. None: all, unless its words say otherwise.
-        options: for the engine's client, as they are; Slurm and Ray alone.
+        min_nodes: how many the job can continue with; None: all, unless its words say otherwise.
+        options: passed to the engine's client as they are; Slurm and Ray only.
         dry_run: show what would be handed over.
         template: the file to write it from; empty: the first one that is found.
-        print_template: show that, and submit nothing.
+        print_template: show the template, and submit nothing.
     """
 
     engine: str
@@ -67,7 +67,7 @@ class Request:
     print_template: bool = False
 
 
-# Options of each engine, with a value.
+# Each engine's options, which take a value.
 _COMMON = ("--name", "--gpus", "--template")
 _OPTIONS = {
     "slurm": (*_COMMON, "--nodes"),
@@ -76,7 +76,7 @@ _OPTIONS = {
     "ray": (*_COMMON, "--nodes"),
 }
 _CLIENTS = {"slurm": "sbatch", "ray": "ray job submit"}
-# How such an engine is told that a host is not to be used.
+# How these engines are told not to use a host.
 _DRAINS = {"k8s": "kubectl cordon NODE", "ray": "ray drain-node --node-id ID"}
 
 
@@ -154,7 +154,7 @@ def read(words: Sequence[str]) -> Request:
 
 
 def _check_words(words: Sequence[str], engine: str) -> None:
-    """What `rally run` would refuse on the job's hosts, perhaps hours later. Whether its script is there, is theirs to tell."""
+    """Refuse what `rally run` would refuse on the job's hosts, perhaps hours later. Only they know whether the script exists."""
     given = flags.parse(words)
     if given.help:
         raise ConfigError("submit", "--help", "expected a script after --", "rally run --help")
@@ -215,7 +215,7 @@ def run_words(request: Request) -> tuple[str, ...]:
 
 
 def is_elastic(request: Request) -> bool:
-    """Whether the job goes on without some of its nodes."""
+    """Whether the job can continue without some of its nodes."""
     return nodes.is_range(flags.parse(run_words(request)).values.get("--nnodes", ""))
 
 

@@ -16,7 +16,7 @@ def fields(request: Request, python: str, avoided: Sequence[str] = ()) -> Mappin
     Args:
         request: the job.
         python: the interpreter, at the same path on all nodes.
-        avoided: nodes that are not to be allocated.
+        avoided: nodes that must not be allocated.
 
     Raises:
         ConfigError: the request excludes nodes, and so does the list of those to avoid.

@@ -17,10 +17,10 @@ class DetachedOrders:
     """The line that the first host reads.
 
     Args:
-        name: of the job.
+        name: the job's name.
         folder: the working directory.
-        env: variables, over those of its own.
-        words: of ``rally run``.
+        env: variables, on top of its own.
+        words: the words of ``rally run``.
     """
 
     name: str
@@ -43,10 +43,10 @@ def fields(request: Request, python: str, folder: str, env: Mapping[str, str]) -
         request: the job.
         python: the interpreter, at the same path on all hosts.
         folder: the working directory, likewise.
-        env: of this process.
+        env: this process's environment.
 
     Raises:
-        ConfigError: the hosts are no hosts.
+        ConfigError: the hosts are not a list of hosts.
     """
     hosts = listing.read_list(request.hosts)
     passed = orders.forwarded(env, ())

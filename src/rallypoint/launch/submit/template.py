@@ -22,12 +22,12 @@ def fill(text: str, fields: Mapping[str, str], shown: str) -> str:
     """The text with its fields replaced. A line that consists of an empty field is left out.
 
     Args:
-        text: of the template.
+        text: the template's text.
         fields: their values.
         shown: the template's name, for errors.
 
     Raises:
-        ConfigError: it has another field, or a ``$`` without one.
+        ConfigError: it has an unknown field, or a ``$`` without one.
     """
     lines = []
     for number, line in enumerate(text.splitlines(), start=1):

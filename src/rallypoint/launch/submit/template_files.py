@@ -15,7 +15,7 @@ OURS = Path(__file__).with_name("templates")
 
 
 def search_path(env: Mapping[str, str]) -> tuple[Path, ...]:
-    """The folders in which templates are looked for, in this order."""
+    """The folders to search for templates, in this order."""
     config = env.get("XDG_CONFIG_HOME") or (f"{env['HOME']}/.config" if env.get("HOME") else "")
     users = [Path(config, "rallypoint", "submit")] if config else []
     return (*users, SITE, OURS)
@@ -26,8 +26,8 @@ def read(engine: str, named: str, env: Mapping[str, str]) -> tuple[str, str]:
 
     Args:
         engine: which one.
-        named: the file that the user names; empty: it is looked for.
-        env: of this process.
+        named: the file that the user names; empty: search for it.
+        env: this process's environment.
 
     Raises:
         ConfigError: it cannot be read.

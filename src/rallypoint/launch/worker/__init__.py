@@ -1,1 +1,1 @@
-"""Inside a worker: becoming one, running the target, ending as Python does; functions and their groups."""
+"""Inside a worker: becoming one, running the target, exiting as Python does; function calls and their process groups."""

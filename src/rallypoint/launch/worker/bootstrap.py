@@ -1,7 +1,7 @@
 """Inside a worker: make a fork look like ``python script.py``, run the target, report how it ended.
 
 A user's script must not notice that it runs in a fork. This module repeats the set-up of a fresh
-interpreter; :mod:`rallypoint.launch.worker.ending` does what an interpreter does at its end.
+interpreter; :mod:`rallypoint.launch.worker.ending` does what an interpreter does at exit.
 docs/failure-modes.md lists the remaining differences, and
 tests/integration/test_script_does_not_notice.py checks them.
 """
@@ -42,7 +42,7 @@ from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
 def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
-    """In a fork: replace it by an interpreter or another program."""
+    """In a fork: replace it with an interpreter or another program."""
     _take_streams(worker.fds)
     _bind(worker.cpus)
     _default_signals()
@@ -101,9 +101,9 @@ def python_command(code: str, job: Job) -> list[str]:
 def import_path(job: Job) -> str | None:
     """``sys.path[0]`` while the target runs, or None if Python adds no entry (``python -P``).
 
-    User modules there may shadow others, so it must be set before torch is imported too.
+    User modules there may shadow others, so it must be set before even torch is imported.
     """
-    # A program that is no Python has no such entry.
+    # A program that is not Python has no such entry.
     if sys.flags.safe_path or job.path is not None or job.kind is TargetKind.PROGRAM:
         return None
     if job.kind is TargetKind.SCRIPT:
@@ -234,7 +234,7 @@ def _own_state() -> None:
 
 
 def _tell_collectives(fd: int) -> None:
-    """Once there is a process group, tell the supervisor of its collectives when it asks."""
+    """Once there is a process group, report its collectives to the supervisor on request."""
     own_pid = os.getpid()
 
     def start() -> None:
@@ -276,7 +276,7 @@ def _run(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None) -> 
     _answer_what_is_handled(fds.line)
     stack_line.answer(fds.stacks)
     error = _caught(job, fds, call)
-    told = os.getpid() == own_pid  # else this is a fork of the script that has returned
+    told = os.getpid() == own_pid  # else a fork that the script made has returned here
     if call is None and job.kind is TargetKind.SCRIPT and not _is_container(Path(job.name)):
         ending.flush_quietly()  # output precedes the traceback
     if error is None:
@@ -352,9 +352,9 @@ def _compiled(full: str) -> types.CodeType | None:
 
 
 def _run_file(full: str, space: dict[str, Any]) -> None:
-    """Let the interpreter read a script that does not compile, so that the error is worded as by Python.
+    """Let the interpreter read a script that does not compile, so that Python words the error itself.
 
-    Messages for files differ (invalid UTF-8, a null byte). None of the script's code has run yet.
+    Messages for files differ from those of ``compile`` (invalid UTF-8, a null byte). None of the script's code has run yet.
     """
     import ctypes
 
@@ -386,15 +386,15 @@ def _tell(line: int, error: BaseException, code: int) -> None:
     """Send the exception to the supervisor as data: one line of JSON."""
     record = {"kind": "exception", **exceptions.describe(error, code)}
     if (loaded := sys.modules.get("rallypoint.launch.worker.collective_thread")) is not None:
-        # It has process groups. Whoever is asked for its collectives later may have ended by then.
+        # This worker has process groups. It may have ended by the time the supervisor asks for its collectives.
         record["collectives"] = loaded.records_of(error)
     send_line(line, record)
 
 
 def _answer_what_is_handled(line: int) -> None:
-    """Report the exception being handled when the supervisor asks by a signal.
+    """Report the exception being handled when the supervisor asks with a signal.
 
-    It asks before it stops a worker if the failed peers report only a lost peer. Python runs the handler
+    The supervisor asks before it stops a worker, if the failed peers report only a lost peer. Python runs the handler
     between bytecodes of the main thread: a thread inside C code does not answer, and nobody waits for it.
     """
     own_pid = os.getpid()

@@ -1,8 +1,8 @@
-"""In a worker: which collectives this rank has begun, told by a thread when the supervisor asks, and with an exception.
+"""In a worker: reports the collectives this rank has started, from a thread when the supervisor asks, and with an exception.
 
-A rank that waits in a collective runs no Python code in its main thread, and torch's records are in its memory. So a thread reads them.
-It starts with the first process group, which has threads of its own anyway, and waits for a question: nothing else. ``threading``
-does not know it. A rank that holds the GIL in C code does not answer.
+A rank that waits in a collective runs no Python code in its main thread, and torch's records are in its memory. So another
+thread reads them. It starts with the first process group, which has threads of its own anyway, and does nothing but wait for
+questions. ``threading`` does not know about it. A rank that holds the GIL in C code does not answer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rallypoint._core import flight_records, stack_line
 from rallypoint.launch import torch_private
 
 
-# Calls whose times are told: an answer has to fit into the line.
+# The most calls whose times are reported: an answer must fit into the line.
 _MOST_ENTERED = 2000
-# Calls that torch records. To write down its own 2000 takes 11 MiB, which the process keeps, and 35 ms, in which the script stands still.
+# Calls that torch records. Dumping its own 2000 takes 11 MiB, which the process keeps, and stops the script for 35 ms.
 _RECORDED = 200
-# Seconds until the thread runs: it has to wait for a CPU, and for the GIL.
+# Seconds that the thread may take to start: it has to wait for a CPU, and for the GIL.
 _START_PATIENCE = 5.0
 # Installed packages, Python's own modules, and what starts a worker.
 _NOT_THE_SCRIPT = re.compile(
@@ -33,11 +33,11 @@ _NOT_THE_SCRIPT = re.compile(
 
 
 def start(fd: int) -> None:
-    """Start the thread, before there is a group. Returns once it has its name, by which a supervisor sees whether there is anybody to
-    ask.
+    """Start the thread, before there is a group. Returns once the thread has its name, which tells a supervisor
+    that there is a thread to ask.
 
     Args:
-        fd: where questions come from, and answers go.
+        fd: where questions arrive and answers go.
     """
     torch_private.begin_flight_recorder(_RECORDED)
     named = threading.Event()
@@ -46,7 +46,7 @@ def start(fd: int) -> None:
 
 
 def records_of(error: BaseException) -> list[flight_records.Group]:
-    """What this rank has begun, if an exception ends it. Called in the main thread."""
+    """The collectives that this rank has started, when an exception ends it. Called in the main thread."""
     at = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if not _NOT_THE_SCRIPT.search(frame.f_code.co_filename):
@@ -99,7 +99,7 @@ def _profile(request: bytes) -> None:
     try:
         profiling.start(json.loads(request))
     except (KeyError, TypeError, ValueError):
-        pass  # it did not come whole; who asked is told that there is no answer
+        pass  # it did not arrive whole; whoever asked is told that there is no answer
 
 
 def _begun() -> int | None:

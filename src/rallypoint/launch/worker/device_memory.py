@@ -7,7 +7,7 @@ from typing import Any
 
 
 def devices() -> list[dict[str, Any]]:
-    """Of each CUDA device that this process uses.
+    """The allocator's numbers for each CUDA device that this process uses.
 
     Returns:
         ``device``, and in bytes ``allocated`` (tensors), ``most_allocated`` (so far), ``reserved`` (from the driver) in

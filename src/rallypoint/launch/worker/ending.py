@@ -4,7 +4,7 @@ The interpreter does this in C, for a script that it runs itself. We run a worke
 repeat it here, in the same order and words (Python/pythonrun.c, Python/pylifecycle.c).
 
 [Note: Exit]
-A worker of the fork server exits by ``os._exit``, after all that Python promises at exit: threads
+A worker of the fork server exits by ``os._exit``, after everything Python promises at exit: threads
 joined, ``atexit`` functions called, the script's globals and modules dropped (so that ``__del__`` runs
 and files are flushed), Python's and C's streams flushed. C's exit handlers and C++ static destructors
 do not run: with torch, in 8 forks, they take longer than a training step, because they touch, and so
@@ -37,30 +37,30 @@ _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 CANNOT_FLUSH = 120
 # Seconds to flush files whose locks a daemon thread may hold.
 FLUSH_PATIENCE = 1.0
-# What this process does not drop before it ends.
+# What this process must not drop before it exits.
 _outlives: list[object] = []
 
 
 def without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without its first frames that belong to this package."""
+    """A traceback without its leading frames from this package."""
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OURS):
         tb = tb.tb_next
     return tb
 
 
 def forget_us(error: BaseException) -> None:
-    """Remove the first frames of an exception's traceback that belong to this package."""
+    """Remove this package's leading frames from an exception's traceback."""
     raised.set_traceback(error, without_us(error.__traceback__))
 
 
 # -- an uncaught exception -------------------------------------------------------------------
 #
-# Call these when the exception is no longer being handled. Otherwise an error of a hook would print
+# Call these when the exception is no longer being handled. Otherwise an error in a hook would print
 # "During handling of the above exception", which plain Python does not.
 
 
 def exit_code(error: SystemExit) -> int:
-    """The code of ``sys.exit(…)``; a text is printed, as the interpreter does."""
+    """The code of ``sys.exit(…)``; a text is printed, as by the interpreter."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -205,8 +205,8 @@ def leave(code: int, *, interrupted: bool, known_modules: Collection[str]) -> No
         _unraisable(error, atexit)
     if not flush_streams():
         code = CANNOT_FLUSH
-    # If the last owner of a group is DDP's reducer, torch ends the group's threads while it holds the GIL, for which one of them
-    # may wait. So groups outlive the script.
+    # If DDP's reducer is the last owner of a group, torch ends the group's threads while it holds the GIL, which one of them
+    # may be waiting for. So groups outlive the script.
     _outlives.extend(torch_private.process_groups())
     _drop_script(known_modules)
     _end(code, interrupted=interrupted)
@@ -249,7 +249,7 @@ def _end(code: int, *, interrupted: bool) -> NoReturn:
 
 
 class _Canary:
-    """Lives as long as a module's globals, a dict, which cannot be referenced weakly."""
+    """Lives as long as a module's globals, whose dict cannot be weakly referenced."""
 
     def __init__(self, space: dict[str, object]) -> None:
         self.space = space
@@ -259,14 +259,14 @@ def _drop_script(known_modules: Collection[str]) -> None:
     """Drop ``__main__`` and what it imported, so that ``__del__`` runs and files are flushed.
 
     Unreachable objects are collected all at once, with their globals still in place, as in the
-    interpreter. It would freeze daemon threads; here they continue, so they keep what they can reach.
+    interpreter. The interpreter would freeze daemon threads; here they continue, so they keep what they can reach.
     """
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
-    # The collector finalizes objects in the order in which it finds them. By age, a file's buffer would
-    # be closed before the text file, whose data would be lost; found from the module, the text file
-    # comes first. The interpreter, too, collects once before it drops modules.
+    # The collector finalizes objects in the order in which it finds them. In order of age, a file's buffer
+    # would be closed before the text file, whose data would be lost; reached from the module, the text
+    # file comes first. The interpreter, too, collects once before it drops modules.
     gc.collect()
     daemons = threading.active_count() > 1
     names = [] if daemons else [name for name in sys.modules if name not in known_modules]

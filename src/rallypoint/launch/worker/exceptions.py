@@ -20,7 +20,7 @@ from rallypoint.launch import torch_private
 from . import ending
 
 
-# Limits of what is sent to the report, in characters and in exceptions.
+# Limits on what is sent for the report, in characters and in exceptions.
 MAX_TRACEBACK = 32_000
 MAX_MESSAGE = 4_000
 MAX_CHAIN = 16
@@ -39,7 +39,7 @@ _RECORD = os.path.join("torch", "distributed", "elastic", "multiprocessing", "er
 def describe(error: BaseException, code: int) -> dict[str, Any]:
     """Describe an exception and its causes.
 
-    A ``SystemExit`` says nothing, so it is replaced by the exception being handled when it was raised.
+    A ``SystemExit`` says nothing, so it is replaced by the exception that was being handled when it was raised.
     """
     try:
         return _described(error, code)
@@ -67,7 +67,7 @@ def _described(error: BaseException, code: int) -> dict[str, Any]:
 
 
 def _barely_described(error: BaseException, code: int) -> dict[str, Any]:
-    """Its type, its message, and where it was raised; traceback's own functions fail with some."""
+    """The exception's type, its message, and where it was raised; the functions of ``traceback`` fail with some exceptions."""
     name, message = _name(error), message_of(error)
     stack = _without_wrappers(traceback.extract_tb(error.__traceback__))
     lines = "".join(stack.format())
@@ -102,7 +102,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _is_of_output(error: BaseException) -> bool:
-    """Whether it was raised by a `print`: our stream is the only one there with Python code."""
+    """Whether a `print` raised it: of the streams, only ours is written in Python."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
@@ -131,7 +131,7 @@ def _behind(error: BaseException) -> BaseException | None:
 def _chains(
     error: BaseException | None, before: tuple[tuple[str, str], ...], seen: frozenset[int]
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """The chains from the outermost exception back to each first one; a group has several. ``seen``: ids of those passed."""
+    """The chains from the outermost exception back to each first one; a group has several. ``seen``: ids of those visited."""
     while error is not None and len(before) < MAX_CHAIN and id(error) not in seen:
         seen |= {id(error)}
         if isinstance(error, BaseExceptionGroup):
@@ -162,7 +162,7 @@ def _text(error: BaseException, cause: BaseException) -> str:
 def _joined(error: BaseException, cause: BaseException) -> traceback.StackSummary:
     """The frames down to the handler that exited, then those of the exception that it handled.
 
-    The handled exception's traceback begins where it was caught, perhaps deep inside a library.
+    The handled exception's traceback starts where it was caught, perhaps deep inside a library.
     """
     own = list(traceback.walk_tb(ending.without_us(error.__traceback__)))
     handled = list(traceback.walk_tb(cause.__traceback__))
@@ -184,7 +184,7 @@ def _tidy(found: traceback.TracebackException, depth: int) -> None:
     for name in ("__cause__", "__context__"):
         behind = getattr(found, name)
         if behind is not None and all(_is_wrapper(frame.filename) for frame in behind.stack):
-            setattr(found, name, None)  # internal to argparse and its like
+            setattr(found, name, None)  # internal to argparse and the like
     inner = [found.__cause__, found.__context__, *(getattr(found, "exceptions", None) or ())]
     for each in inner:
         if each is not None:

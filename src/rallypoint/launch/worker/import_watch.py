@@ -1,7 +1,7 @@
 """Reports a worker's first import of packages that the fork server could import for the next workers.
 
 Imports of submodules of torch and of this package go through the path entry finders of their folders, which Python keeps in
-``sys.path_importer_cache``. These get a subclass of their own class, and nothing else changes: no entry in
+``sys.path_importer_cache``. These finders get a subclass of their own class, and nothing else changes: no entry in
 ``sys.meta_path``, no replaced function, no cost for other imports. See ``server/learning.py`` for what follows.
 """
 
@@ -72,7 +72,7 @@ def start(
 
 
 def ahead(now: Sequence[str], before: Sequence[str]) -> list[str]:
-    """The folders added to ``sys.path`` where they come before one that was there: their modules may hide others."""
+    """The folders added to ``sys.path`` ahead of one that was there before: their modules may hide others."""
     ends = [at for at, folder in enumerate(now) if folder in before]
     return sorted({*now[: ends[-1] if ends else len(now)]} - {*before})
 

@@ -154,7 +154,7 @@ def _dump(what: object, file: Any) -> None:  # Any: only write() is needed
 
 @contextmanager
 def _by_value(call: Call, is_there: Callable[[ModuleType, str], bool]) -> Iterator[None]:
-    """Make cloudpickle pickle objects of modules that a worker does not have by value, within the block."""
+    """Within the block, have cloudpickle pickle by value the objects of modules that a worker does not have."""
     import cloudpickle
 
     things = [_unwrapped(thing) for thing in (call.func, call.setup, *call.args)]
@@ -180,7 +180,7 @@ def _by_value(call: Call, is_there: Callable[[ModuleType, str], bool]) -> Iterat
 
 
 def _is_installed(module: ModuleType, name: str) -> bool:
-    """Whether it is a part of Python or of an installed package, so that hosts with the same interpreter have it."""
+    """Whether a module is part of Python or of an installed package, so that hosts with the same interpreter have it."""
     file = getattr(module, "__file__", None)
     if file is None or name.partition(".")[0] == "rallypoint":
         return True
@@ -429,7 +429,7 @@ def _set_up_logging(cfg: MultiprocessConfig, level: int) -> None:
 
 
 def _use_own_streams() -> None:
-    """Write to descriptors 1 and 2. In a notebook the caller's streams are others, and forks cannot use them."""
+    """Write to descriptors 1 and 2. In a notebook the caller's streams are different ones, which forks cannot use."""
     sys.stdout = _stream_on(1, sys.stdout)
     sys.stderr = _stream_on(2, sys.stderr)
 

@@ -10,8 +10,8 @@ Theory of operation
 In a worker torch has been imported already. So torch and its submodules are removed from
 ``sys.modules`` before the script runs, and a finder restores them when the script first imports torch.
 The finder then compares the variables that ``import torch`` reads with their values in the fork
-server, and applies changes through torch's own functions. For some of them torch has none: one line says so.
-tqdm, which torch imports, reads settings (``TQDM_DISABLE``) when it is loaded. If a script has set one, it is loaded anew.
+server, and applies changes through torch's own functions. For variables that torch has no function for, one line says so.
+tqdm, which torch imports, reads settings (``TQDM_DISABLE``) when it is loaded. If a script has set one, tqdm is loaded again.
 ``"torch" in sys.modules``, by which libraries check whether a program uses torch, is also as in a plain interpreter.
 
 Some libraries read settings when they are *loaded* and offer no way to change them later: OpenMP's
@@ -43,17 +43,17 @@ _DEBUG = ("TORCH_DISTRIBUTED_DEBUG",)
 _JIT = ("PYTORCH_JIT",)
 _APPLIED = frozenset((*_THREADS, *_LOGS, *_DEBUG, *_JIT))
 
-# Parts of this package that do something when a script imports them: they are executed once more then.
+# Parts of this package that do something when a script imports them: they are then executed once more.
 OURS = ("rallypoint.elastic",)
 
-# What Python code has read while torch was imported in the process that workers are forks of.
+# The variables that Python code read while torch was imported, in the process that workers are forked from.
 _reads: set[str] = set()
 # The environment in which it was imported there.
 _imported_in: dict[str, str] = {}
 
 
 def note_reads(names: Iterable[str]) -> None:
-    """These variables were read while torch was imported."""
+    """Note that these variables were read while torch was imported."""
     _reads.update(names)
     if not _imported_in:
         _imported_in.update(environment.snapshot())
@@ -66,8 +66,8 @@ def hide(
 
     Args:
         package: its name.
-        changes: what its import has changed in the environment (None: unset), to be changed again with it.
-        variables: if one whose name begins like this is not what it was when torch was imported, the package is imported anew.
+        changes: what its import changed in the environment (None: unset), to be applied when it is imported again.
+        variables: a prefix; if a variable with it has changed since torch was imported, the package is loaded again.
     """
     within = f"{package}."
     names = [name for name in sys.modules if name == package or name.startswith(within)]
@@ -123,7 +123,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         )
 
     def _is_outdated(self) -> bool:
-        """Whether it has to be imported anew."""
+        """Whether the package must be loaded again."""
         return bool(self._variables) and self._own(_imported_in) != self._own(
             environment.snapshot()
         )
@@ -143,15 +143,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has replaced it by ours
+        module.__spec__ = self._spec  # the import has replaced it with ours
         if self.package in OURS:
-            importlib.import_module("torch")  # as it does by itself
+            importlib.import_module("torch")  # as it does on its own
         self.restore()
         if self.package in OURS and self._spec is not None and self._spec.loader is not None:
             self._spec.loader.exec_module(module)
         if self.package == "torch":
             for finder in [each for each in sys.meta_path if isinstance(each, _Finder)]:
-                if finder.package not in OURS:  # it has imported the others
+                if finder.package not in OURS:  # torch has imported the others
                     finder.restore()
         now = environment.snapshot()
         if self.package == "torch":
@@ -192,7 +192,7 @@ def _catch_up(torch: Any, then: Mapping[str, str], now: Mapping[str, str]) -> No
 
 
 def num_threads(env: Mapping[str, str]) -> int | None:
-    """The number of threads that OpenMP and MKL read from the environment, or None if none valid is set."""
+    """The number of threads that OpenMP and MKL read from the environment, or None if no valid one is set."""
     for name in _THREADS:
         value = env.get(name, "").split(",")[0].strip()
         if value.isascii() and value.isdigit() and int(value) > 0:

@@ -57,12 +57,12 @@ def init_process_group_from_backend(
     Args:
         backend: default: :func:`get_distributed_backend`. For ``nccl`` set the CUDA device first.
         init_method: as in ``torch.distributed.init_process_group``; not used with ``store``.
-        rank: of this process; default: from ``init_method`` (the variable ``RANK``).
+        rank: this process's rank; default: from ``init_method`` (the variable ``RANK``).
         world_size: number of ranks; default: from ``init_method`` (``WORLD_SIZE``).
         store: where the ranks meet, instead of ``init_method``.
         timeout: in seconds, for forming the group and for its collectives; default: torch's.
     Raises:
-        ConfigError: this process has a default group already.
+        ConfigError: this process already has a default group.
         LaunchError: the sum over all ranks is not the number of ranks.
         torch.distributed.DistError: other ranks did not join; raised by torch.
     """
@@ -147,7 +147,7 @@ def init_dist(*args: Any, **kwargs: Any) -> MultiprocessConfig:
     Returns:
         The config with everything filled in.
     Raises:
-        ConfigError: ranks, sizes and devices do not match; this process has a group already.
+        ConfigError: ranks, sizes and devices do not match; this process already has a group.
         LaunchError: the group is not the expected one (:func:`init_process_group_from_backend`).
         TypeError: neither a config nor its first fields.
     """
@@ -312,7 +312,7 @@ def init_and_run(
     Raises:
         ConfigError: ``cfg`` is not a :class:`MultiprocessConfig`.
         Exception: what ``setup``, :func:`init_dist` or ``func`` raises; the group is destroyed then too.
-    Effects: restores at the end the variables that :func:`init_dist` sets.
+    Effects: at the end, restores the variables that :func:`init_dist` sets.
     """
     multiprocess_config.check(cfg)
     if setup is not None:

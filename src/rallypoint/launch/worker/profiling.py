@@ -1,7 +1,7 @@
 """In a worker: record what it does for some seconds with torch's profiler, without the script's help.
 
-The profiler is started and stopped in a thread of its own, and records all threads of the process: the main thread may be in a long call of
-C code meanwhile. The thread begins when somebody asks, and ends with the recording.
+The profiler is started and stopped in a thread of its own, because the main thread may be in a long call of C code
+meanwhile, and records all threads of the process. The thread starts on request, and ends with the recording.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rallypoint._core import flight_records
 from rallypoint.launch import torch_private
 
 
-# Calls of each group whose times are told, to align the clocks of hosts.
+# The most calls, in all groups together, whose times are reported, to align the hosts' clocks.
 _MOST_ENTERED = 500
 
 _running = threading.Lock()
 
 
 def start(request: dict[str, Any]) -> None:
-    """Begin to record.
+    """Start recording.
 
     Args:
-        request: ``seconds``, ``path`` of the trace, ``answer``: a FIFO that takes a line of JSON at the end: ``why`` (it was not
-            possible; empty if it was), whether it is ``whole``, and ``entered``.
+        request: ``seconds``, the trace's ``path``, and ``answer``: a FIFO that takes a line of JSON at the end, with ``why`` (it
+            was not possible; empty if it was), ``whole`` (whether the trace is) and ``entered``.
     """
     torch_private.start_thread(_record, request)
 
@@ -49,4 +49,4 @@ def _record(request: dict[str, Any]) -> None:
             os.set_blocking(answer.fileno(), True)
             answer.write(json.dumps(told) + "\n")
     except OSError:
-        pass  # who asked has gone
+        pass  # whoever asked has gone

@@ -35,8 +35,8 @@ def make_live(job: Job) -> None:
         stream = getattr(sys, f"__{name}__")
         if type(stream) is not io.TextIOWrapper or stream is not getattr(sys, name):
             continue  # replaced (a notebook), or None
-        # Not if only PYTHONUNBUFFERED is set, as in many images of containers: what it is for, lines that appear at once,
-        # holds here anyway, and without a buffer the lines of several ranks mix.
+        # Not if only PYTHONUNBUFFERED is set, as in many container images: lines appear at once here anyway, which is
+        # what it is for, and without a buffer the lines of several ranks mix.
         unbuffered = job.unbuffered
         live = name == "stdout" and not job.block_buffered
         raw = io.FileIO(fd, "wb", closefd=False)

@@ -140,7 +140,7 @@ class Mapped:
             self._page[segment] = FREE
 
     def close(self) -> None:
-        """Unmap unused segments now, and each other one when its view is gone. Idempotent."""
+        """Unmap unused segments now, and each of the others once its view is gone. Idempotent."""
         with self._lock:
             self._segments = {}
             # This object may live on: replace the page, so that it can be unmapped.
@@ -159,7 +159,7 @@ class Mapped:
             )
 
     def _expect_sent(self, segment: int) -> None:
-        """Under the lock."""
+        """Check that a block was sent. Called under the lock."""
         state = self._page[segment]
         if state != SENT:
             raise ProtocolError(

@@ -18,7 +18,7 @@ from .segment import File, Memory, Segment, at_end_of, capacity_for, create, fre
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Memory leased for one message. Drop it once the message is sent: the memory is the receiver's then.
+    """Memory leased for one message. Drop it once the message is sent: from then on the memory is the receiver's.
 
     Args:
         segment: the segment's number.
@@ -38,7 +38,7 @@ class Block:
 class Pool:
     """The sender's end of a connection: leases memory for messages to its one peer. Thread-safe.
 
-    Not to be called in finalizers: they may run in the thread that holds the lock.
+    Must not be called in finalizers, which may run in the thread that holds the lock.
     """
 
     def __init__(self, budget: Budget, control: Memory) -> None:
@@ -112,7 +112,7 @@ class Pool:
             return self._lend(segment, size)
 
     def told(self, block: Block) -> None:
-        """The block's ``file`` was sent to the peer, and is not needed again."""
+        """Note that the block's ``file`` was sent to the peer, and is not needed again."""
         with self._budget.lock:
             segment = self._segments.get(block.segment)
             if segment is not None and segment.file is block.file:
@@ -122,12 +122,12 @@ class Pool:
         """Return a leased block whose message is not sent."""
         with self._budget.lock:
             segment = self._segments.get(block.segment)
-            if segment is not None and segment.view is block.view:  # not lent anew meanwhile
+            if segment is not None and segment.view is block.view:  # not lent again meanwhile
                 self._page[block.segment] = FREE
                 self.collect()
 
     def take_home(self, number: int, size: int) -> memoryview:
-        """A block that the receiver returns with its present content. As :meth:`Mapped.view`.
+        """A block that the receiver returns with its present content; see :meth:`Mapped.view`.
 
         Raises:
             ProtocolError: no such block was returned.
@@ -144,7 +144,7 @@ class Pool:
         return memoryview(block).cast("B")[:size]
 
     def discard_home(self, number: int) -> None:
-        """The message that returns this block is not wanted.
+        """Discard a block that an unwanted message returns.
 
         Raises:
             ProtocolError: no such block was returned.
@@ -154,7 +154,7 @@ class Pool:
             self._page[number] = FREE
 
     def _expect_home(self, number: int) -> Segment:
-        """Under the lock."""
+        """The segment of a returned block. Called under the lock."""
         segment = self._segments.get(number)
         if segment is None or segment.is_home or self._page[number] != HOME:
             raise ProtocolError(
@@ -179,7 +179,7 @@ class Pool:
         return sum(each.capacity for each in gone)
 
     def close(self) -> None:
-        """The connection has ended. Idempotent.
+        """Give up all memory, since the connection has ended. Idempotent.
 
         The peer may still be alive and read the blocks it holds. That memory is not touched or reused; the system frees
         it when the peer drops it or ends.

@@ -18,7 +18,7 @@ from rallypoint.errors import ProtocolError
 SMALLEST: Final = 64 * 1024
 """Capacity of the smallest segment. Smaller blocks are sent faster than shared."""
 
-# By ctypes instead of mmap.mmap, which keeps a descriptor open for each mapping, so that a thousand tensors reach the
+# With ctypes instead of mmap.mmap, which keeps a descriptor open for each mapping, so that a thousand tensors reach the
 # usual limit of 1024, and which holds the GIL while the kernel takes 16 ms to free 100 MB. A CDLL of its own: argument
 # types set on a shared one would apply to all its users.
 _libc = ctypes.CDLL(None, use_errno=True)

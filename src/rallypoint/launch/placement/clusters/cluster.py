@@ -14,7 +14,7 @@ from .variables import ClusterVariables
 
 
 class ClusterLevel(IntEnum):
-    """What a launcher starts its tasks in. Launchers nest; the innermost one decides, so lower levels are asked first."""
+    """How deep inside others a launcher runs. The innermost one decides, so lower levels are asked first."""
 
     LAUNCHER = 1
     """An ``mpirun``: it may be started inside any of the others."""
@@ -34,8 +34,8 @@ class Cluster:
         name: its name, for messages.
         level: where its tasks stand among those of other launchers.
         detect: whether it started this process as one of its tasks; a shell or script that merely runs inside an
-            allocation is none. Must be cheap.
-        place: then, this process's place in the job; None if there is a single task. Raises ConfigError, which names
+            allocation does not count. Must be cheap.
+        place: if so, this process's place in the job; None if there is a single task. Raises ConfigError, which names
             variable and value, if the variables cannot be right.
     """
 
@@ -98,7 +98,7 @@ class Placement:
         """A place in a job with one task per machine or pod.
 
         Args:
-            source, num_nodes, node_rank, master_addr, master_port, run_id, variables: as of the class.
+            source, num_nodes, node_rank, master_addr, master_port, run_id, variables: as for the class.
         Returns:
             The placement.
         """
@@ -120,7 +120,7 @@ class Placement:
     def one_worker_per_task(self) -> bool:
         """Whether the cluster has started a task per worker, so that each supervisor starts one worker.
 
-        A property of the whole job: a task alone on its machine starts one worker as well if another
+        A property of the whole job: a task that is alone on its machine also starts one worker if another
         machine has several tasks.
         """
         return self.num_nodes > self.num_machines

@@ -1,7 +1,7 @@
 """Which cluster has started this supervisor, and its place in the job.
 
 To add a built-in kind, write its file and name its :class:`~.cluster.Cluster` in :data:`BUILT_IN`. A package declares one
-by an entry point of the group :data:`CLUSTERS`; its level decides where it stands in the order, before the built-in ones
+with an entry point in the group :data:`CLUSTERS`; its level decides its place in the order, before the built-in ones
 of that level:
 
     [project.entry-points."rallypoint.clusters"]
@@ -29,8 +29,8 @@ MPI variables are about the task, so OMPI_* and MV2_*, which nothing but mpirun 
 PMI_RANK and PMI_SIZE are different: `srun --mpi=pmi2` sets them too. If they say what the Slurm
 step says, then srun set them and Slurm is taken, as it also knows the hosts; if they differ, a
 Hydra `mpiexec` below srun did, and they are about the task while SLURM_PROCID is about its proxy.
-Flux sets PMI_* too, and is told from a Hydra below it in the same way. Flux is often started by srun: then
-FLUX_TASK_RANK is about the task and SLURM_PROCID, should it be left, about Flux's own broker, so Flux is asked first.
+Flux sets PMI_* too, and is told apart from a Hydra below it in the same way. Flux is often started by srun: then
+FLUX_TASK_RANK is about the task and SLURM_PROCID, if still set, about Flux's own broker, so Flux is asked first.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def detect(
         ``PET_*`` variables already set the flags.
 
     Raises:
-        ConfigError: a cluster's variables are there and cannot be right, or do not say where node
+        ConfigError: a cluster's variables are set but cannot be right, or do not say where node
             0 runs; names the variable and its value.
         LaunchError: a plug-in cannot be loaded.
     """
@@ -101,17 +101,17 @@ def detect(
 
 
 def ordered(clusters: Iterable[Cluster]) -> list[Cluster]:
-    """In the order in which they are asked: the innermost launcher first."""
+    """The clusters in the order in which they are asked: the innermost launcher first."""
     return sorted(clusters, key=lambda each: each.level)
 
 
 def place(variables: ClusterVariables, clusters: Sequence[Cluster]) -> Placement | None:
-    """As :func:`detect`, among these clusters, in this order."""
+    """Like :func:`detect`, with these clusters in this order."""
     for cluster in clusters:
         if cluster.level is not ClusterLevel.VARIABLES and cluster.detect(variables):
             if (found := cluster.place(variables)) is not None:
                 return found
-            # The innermost launcher made a single task. Plain variables count all the same, for scripts that
+            # The innermost launcher made a single task. Plain variables still count, for scripts that
             # call `srun -n1 -w $host env RANK=$i … rally run` once for each host.
             break
     plain = (each for each in clusters if each.level is ClusterLevel.VARIABLES)
@@ -122,7 +122,7 @@ def plug_ins() -> list[Cluster]:
     """The clusters of installed packages.
 
     Raises:
-        LaunchError: one cannot be loaded: without it, the job would start as another one.
+        LaunchError: one cannot be loaded: without it, the job would start as a different one.
     """
     found = []
     for point in declared(CLUSTERS):

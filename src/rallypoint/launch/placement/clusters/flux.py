@@ -1,7 +1,7 @@
 """Flux: tasks of a job that flux run or flux submit has started. Pure.
 
-The shell of flux alloc and the script of flux batch are no tasks: Flux unsets the variables there. Flux names no hosts, and
-sets PMI_RANK and PMI_SIZE for each task: see [Note: the innermost launcher wins].
+The shell of flux alloc and the script of flux batch are not tasks: Flux unsets the variables there. Flux names no
+hosts, and sets PMI_RANK and PMI_SIZE for each task: see [Note: the innermost launcher wins].
 
 Source: flux-environment(7), flux-hostlist(1),
 https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
@@ -50,7 +50,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
         problem = f"expected 1 to {size.value}, which is {size.name}"
         raise ConfigError(machines.name, str(machines.value), problem, FLAGS_HINT)
     local_rank = variables.need("FLUX_TASK_LOCAL_ID")
-    # One task at least is on each of the other machines.
+    # At least one task is on each of the other machines.
     most_here = size.value - machines.value + 1
     if local_rank.value >= most_here:
         problem = (
@@ -70,7 +70,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
         )
     port = own_port(variables)
     job = variables.text("FLUX_JOB_ID")
-    # Flux writes `ƒ3ETxsR9H`, or `f3ETxsR9H` where the terminal is set so. It becomes a folder name.
+    # Flux writes `ƒ3ETxsR9H`, or `f3ETxsR9H`, depending on the terminal. It becomes a folder name.
     name = None if job is None else "f" + re.sub(r"[^A-Za-z0-9]", "", job.text).removeprefix("f")
     here, machine = _suppose_machine(rank.value, size.value, local_rank.value, machines.value)
     return Placement(
@@ -92,7 +92,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
 def _suppose_machine(rank: int, size: int, local_rank: int, machines: int) -> tuple[int, int]:
     """The number of tasks on this machine, and its rank, if Flux has spread the tasks evenly."""
     fewest, larger = divmod(size, machines)
-    # In blocks, the machines with one task more come first.
+    # In blocks, the machines with one more task come first.
     first = larger * (fewest + 1)
     if rank < first:
         machine, local, here = rank // (fewest + 1), rank % (fewest + 1), fewest + 1

@@ -3,7 +3,7 @@
 [Note: an index is not yet a job of several nodes]
 Kubernetes gives each pod its index, and no more: neither the number of pods nor a host. Most indexed Jobs are pods that
 work alone. So the index counts only beside MASTER_ADDR and WORLD_SIZE (the number of pods) in the pod's template; the
-index is then what the template cannot say. If it does say RANK, the plain variables are complete, and decide.
+index then adds what the template cannot say. If the template sets RANK, the plain variables are complete, and decide.
 
 A JobSet with several Jobs repeats the indexes in each of them: RANK must be set there.
 

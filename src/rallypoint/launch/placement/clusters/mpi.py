@@ -2,9 +2,9 @@
 
 [Note: which job is this]
 Two jobs may run side by side, on one machine, in one allocation: two steps of srun, two mpiexecs. So the name of a job and
-its port are derived from what is the launcher's own. Slurm numbers its steps, PMIx names what it starts. Hydra tells its
-tasks nothing of the kind, but all its proxies, the tasks' parents, have the port at which their mpiexec listens on their
-command line: `hydra_pmi_proxy --control-port login1:34415 …`.
+its port are derived from something unique to its launcher. Slurm numbers its steps, PMIx names what it starts. Hydra
+tells its tasks nothing of the kind, but all its proxies, the tasks' parents, have on their command line the port at
+which their mpiexec listens: `hydra_pmi_proxy --control-port login1:34415 …`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _mpi_master(variables: ClusterVariables, source: str, rank: int) -> Text:
 
     Two things come close: the address of mpirun's own process (Open MPI up to 4), and the first host
     of a surrounding Slurm job. Both hold rank 0 unless the user placed ranks by hand or started
-    mpirun on a machine without tasks (a login node, a launcher pod). Others cannot see that, but
+    mpirun on a machine without tasks (a login node, a launcher pod). The other ranks cannot see that, but
     rank 0 can, and its error makes mpirun end them all.
 
     PMIX_SERVER_URI* is no help: it is the address of the task's *own* machine's daemon.

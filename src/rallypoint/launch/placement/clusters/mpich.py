@@ -9,8 +9,8 @@ from .slurm import in_step, set_pmi
 from .variables import ClusterVariables
 
 
-# For jobs of MPI that another launcher than Hydra has started: HPE's PALS numbers them. Then the batch
-# system's number of the job, in which there may be several. Only Hydra hands the caller's whole environment to every
+# For MPI jobs that a launcher other than Hydra has started: HPE's PALS numbers them. Failing that, the number of
+# the batch job, in which there may be several. Only Hydra hands the caller's whole environment to every
 # task; the other mpiruns may leave these on one machine and not on the next.
 _JOB_IDS = ("PALS_APID", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID")
 
@@ -18,7 +18,7 @@ _JOB_IDS = ("PALS_APID", "SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID"
 def _detect(variables: ClusterVariables) -> bool:
     if not variables.env.get("PMI_RANK"):
         return False
-    # If they repeat a Slurm step or a Flux task, that launcher is asked: it knows more.
+    # If they repeat those of a Slurm step or a Flux task, that launcher is asked: it knows more.
     if flux.is_task(variables) and flux.gave_pmi(variables):
         return False
     return not (in_step(variables) and set_pmi(variables))

@@ -60,7 +60,7 @@ def _parse_nodelist(nodelist: str, variable: str) -> list[_Entry]:
 
     entries: list[_Entry] = []
     total = 0
-    # Commas that no `]` follows before the next `[` are the ones between entries.
+    # Commas that are not followed by a `]` before the next `[` separate entries.
     for text in re.split(r",(?![^\[]*\])", nodelist.strip()):
         if not re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\])+", text):
             what = f"{text!r} has unbalanced or unexpected brackets" if text else "an empty name"

@@ -42,7 +42,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
 
 
 def _hosts(listed: Text) -> list[str]:
-    """In one order on all hosts: the toolkit documents it for resourceconfig.json only."""
+    """The hosts, in the same order on all of them: the toolkit documents an order for resourceconfig.json only."""
     try:
         hosts = json.loads(listed.text)
     except (ValueError, RecursionError):

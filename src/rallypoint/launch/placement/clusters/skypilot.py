@@ -37,7 +37,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
             "SKYPILOT_NODE_IPS", None, f"not set, although {rank.name} is", FLAGS_HINT
         )
     lines = listed.text.splitlines()
-    # SkyPilot before 0.6 tells the number of nodes by the list alone.
+    # SkyPilot before 0.6 gives the number of nodes only by the list.
     size = variables.number("SKYPILOT_NUM_NODES") or Number(listed.name, len(lines))
     hosts = hosts_in(listed, lines, size)
     check_below(rank, size, FLAGS_HINT)
@@ -45,7 +45,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
         return None
     address = own_address(variables, size.value) or Text(listed.name, hosts[0])
     port = own_port(variables)
-    # Tasks that need a part of the cluster each run side by side on it.
+    # Tasks that each need only a part of the cluster run side by side on it.
     task = variables.text("SKYPILOT_TASK_ID")
     derived_port = MASTER_PORT if task is None else port_from_name(task.text)
     return Placement.one_per_machine(

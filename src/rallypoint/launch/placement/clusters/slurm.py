@@ -2,10 +2,10 @@
 
 [Note: a step or just a shell]
 Slurm sets SLURM_NTASKS, and often SLURM_PROCID=0, in places where exactly one process runs: the
-script of `sbatch`, the shell of `salloc`. Taking part in a job of SLURM_NTASKS there would mean to
-wait for tasks nobody starts. What tells them apart is SLURM_STEP_ID: absent in the script, and a
+script of `sbatch`, the shell of `salloc`. Taking part in a job of SLURM_NTASKS there would mean
+waiting for tasks that nobody starts. What tells them apart is SLURM_STEP_ID: absent in the script, and a
 reserved number (0xfffffff0 and above) in the batch, extern and interactive steps. SLURM_JOB_NAME
-alone tells nothing: it stays "interactive" in every srun typed into an salloc shell.
+alone says nothing: it stays "interactive" in every srun typed into an salloc shell.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _place(variables: ClusterVariables) -> Placement | None:
 
 
 def hosts_of_step(env: Mapping[str, str]) -> list[str]:
-    """The hosts of the step that this process is a task of; none if it is none.
+    """The hosts of the step of which this process is a task; empty if it is not one.
 
     Raises:
         ConfigError: the variables cannot be right.
@@ -178,7 +178,7 @@ def ends_with_a_node(srun: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _run_id(variables: ClusterVariables, job: int, step: int) -> str:
-    """A requeued job has the number it had, and numbers its steps anew: what is left of it elsewhere must not be met."""
+    """A requeued job keeps its number and starts numbering its steps again: it must not meet what is left of it elsewhere."""
     restarts = variables.number("SLURM_RESTART_COUNT")
     again = f"-{restarts.value}" if restarts is not None and restarts.value else ""
     return f"{job}.{step}{again}"

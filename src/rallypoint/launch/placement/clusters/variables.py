@@ -142,14 +142,14 @@ def own_address(variables: ClusterVariables, num_machines: int) -> Text | None:
 
 def own_port(variables: ClusterVariables) -> Number | None:
     found = variables.number("MASTER_PORT")
-    # 0 ("any free port") would be another port in each task.
+    # 0 ("any free port") would be a different port in each task.
     if found is not None and not 0 < found.value < 65536:
         raise ConfigError(found.name, str(found.value), "expected a port, 1 to 65535")
     return found
 
 
 def port_of_step(job: int, step: int) -> int:
-    """That of the job for its first step, another one for each further: two may run side by side on one machine."""
+    """The job's port for its first step, a different one for each later step: two may run side by side on one machine."""
     return port_from(f"{(job + 1009 * step) % 10000}")
 
 
@@ -181,7 +181,7 @@ def hosts_in(found: Text, words: Sequence[str], size: Number) -> list[str]:
         words: its text, split.
         size: how many there must be.
     Raises:
-        ConfigError: there are more or fewer, or one is no host name.
+        ConfigError: there are more or fewer, or one is not a host name.
     """
     hosts = [word.strip() for word in words]
     if any(not host or re.search(r"\s", host) for host in hosts):

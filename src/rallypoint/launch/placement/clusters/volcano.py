@@ -31,7 +31,7 @@ _INDEX = ("VC_TASK_INDEX", "VK_TASK_INDEX")  # the plug-in sets both, to the sam
 
 
 def _tasks(variables: ClusterVariables) -> list[Text]:
-    """What lists the hosts of a task: VC_<TASK>_HOSTS."""
+    """The variables that list the hosts of a task: VC_<TASK>_HOSTS."""
     listed = (name for name in variables.env if re.fullmatch(r"VC_.+_HOSTS", name))
     return [found for name in sorted(listed) if (found := variables.text(name)) is not None]
 
