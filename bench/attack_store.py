@@ -4,9 +4,9 @@
     python bench/attack_store.py --output bench/results/attack_store.json
 
 Four hosts (network namespaces, which need root and iproute2; otherwise supervisors side by side on this host) run an elastic
-job with a secret. On a fifth host, or with --here on the same one, another user (where this is root) does not know the
-secret but can reach the port of the job's store. That user reads all keys and overwrites records: with old values, with values of other keys, with altered and with unsigned ones. Meanwhile a worker is
-killed, and later a supervisor, so that rounds form under attack. No round may be wrong, and the job must succeed.
+job with a secret. On a fifth host, or with --here on the same one, a stranger (another user, if this runs as root) reaches the
+job's store without knowing the secret. It reads all keys, and overwrites records with old, altered and unsigned values, and those
+of other keys. Meanwhile a worker is killed, then a supervisor: no round may be wrong under attack, and the job must succeed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hosts import Network, address, available
 from jobs import RALLY, machine, publish
 
 
-# A job that has not come so far within this time (seconds) never will.
+# A job that has not got that far within this many seconds never will.
 GIVE_UP = 300.0
 LEASE = 5.0
 NOBODY = 65534
@@ -69,7 +69,7 @@ note(finished=generation, rank=rank)
 
 
 def attack(host: str, port: int, operations: int, seed: int) -> None:
-    """Overwrite records; says on stdout how far it is, and at the end what it has done."""
+    """Overwrite records. Reports on stdout how far it is, and at the end what it has done."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if os.geteuid() == 0:
@@ -90,13 +90,13 @@ def attack(host: str, port: int, operations: int, seed: int) -> None:
         store.set(key, value)
         done[how] += 1
         number += 1
-        time.sleep(0.002)  # at the job's own pace: what it writes anew is seen, and replayed later
+        time.sleep(0.002)  # at the job's own pace: its new values are seen, and replayed later
     print(json.dumps({"at": number, "done": dict(done), "keys": len(history)}), flush=True)
 
 
 def _look(store: Any, history: dict[str, list[bytes]]) -> None:
     for key in store.list_keys():
-        # c10d deletes keys while we look; a wait for one of them would take long.
+        # c10d deletes keys meanwhile, and waiting for a deleted one would take long.
         if not store.check([key]):
             continue
         value = store.get(key)
@@ -161,7 +161,7 @@ class Attacked:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def formed(self, world: int, after: int = -1) -> list[dict[str, Any]] | None:
-        """The members of the latest generation after ``after`` in which so many have met."""
+        """The members of the latest generation after ``after`` in which ``world`` members have met."""
         found: dict[int, list[dict[str, Any]]] = {}
         for each in self.notes():
             if each.get("world") == world and each["generation"] > after:
@@ -170,7 +170,7 @@ class Attacked:
         return found[max(whole)] if whole else None
 
     def wait_formed(self, world: int, after: int) -> int:
-        """Wait for a generation after ``after`` in which so many meet; which it is."""
+        """Wait for a generation after ``after`` in which ``world`` members meet. Returns its number."""
         members = self.wait(f"a round after {after}", lambda: self.formed(world, after))
         generation: int = members[0]["generation"]
         return generation
@@ -228,7 +228,7 @@ def run(
                 job.wait_formed(hosts, after)
                 job.hosts[hosts - 1].kill()
                 job.hosts[hosts - 1].wait()
-                # Of what has formed so far nothing counts: there may have been one round more.
+                # No round formed so far counts: there may have been one more than expected.
                 after = max(each["generation"] for each in job.notes())
                 job.start(hosts - 1, hosts)
         if stranger.wait() != 0:
@@ -274,7 +274,7 @@ def main() -> None:
     if given.attack:
         attack(given.attack[0], int(given.attack[1]), given.operations, given.seed)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces go in any case
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed in any case
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rally-attack-")))
         network = None

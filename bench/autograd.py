@@ -3,8 +3,8 @@
     python bench/autograd.py --quick
     python bench/autograd.py --output bench/results/autograd.json
 
-Like bench/rpc.py, whose groups it uses: both run at the same time and take turns block by block. Floors stand beside each figure:
-the same computation in one process, which is torch's own work, and the bare calls, without gradients.
+Like bench/rpc.py, whose groups it uses: both run at the same time and take turns block by block. Each figure comes with its lower
+bounds: the same computation in one process, which is torch's own work, and the bare calls, without gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODULES = {
 SIZES = {"16 B": 16, "1 MiB": MIB, "64 MiB": 64 * MIB}
 WORKERS = 4
 CHAIN, BACKWARD, STEP, EMPTY = "chain of 2 workers", "backward", "optimizer step", "empty context"
-# What a chain and a step cannot be faster than, by much.
+# Lower bounds for a chain and a step, more or less.
 PLAIN, ALONE = "two plain calls, the same tensors", "alone, forward and backward"
 PLAIN_STEP, ALONE_STEP = "four empty calls at once", "alone, the optimizers' own steps"
 
@@ -149,7 +149,7 @@ def measure_chain(label: str, num_bytes: int, blocks: int, calls: int) -> Callab
             row(f"{what}, {label}", SAME_HOST, "us", _part(found, at), figure(1e6))
             for at, what in enumerate((f"{CHAIN}, forward and backward", f"{CHAIN}, {BACKWARD}"))
         ]
-        # After the chains, so that these are measured as without them.
+        # After the chains, so as not to affect their figures.
         for what, method in ((PLAIN, "plain"), (ALONE, "alone")):
             found = duel.turns(
                 lambda group, method=method: group.ask([0], method, num_bytes, calls, 2)[0],

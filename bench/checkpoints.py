@@ -1,4 +1,4 @@
-"""What checkpoints of a session cost: how long training stops for one, how long writing and loading take, in one process.
+"""The cost of a session's checkpoints in one process: how long training stops for one, and how long writing and loading take.
 
 python bench/checkpoints.py [--parameters 10000000] [--folder DIR] [--output FILE]
 """
@@ -69,7 +69,7 @@ def main() -> None:
         "parameters": arguments.parameters,
         "megabytes": round(size / 1e6, 1),
         "checkpoint": name,
-        # The first one has nothing to take, the second one makes the buffers and imports DCP.
+        # The first has nothing to copy; the second allocates the buffers and imports DCP.
         "first_stop_ms": round(stops[1][0] * 1000, 1),
         "stop_ms": round(statistics.median(wall for wall, _ in stops[2:]) * 1000, 1),
         "stop_cpu_ms": round(statistics.median(cpu for _, cpu in stops[2:]) * 1000, 1),

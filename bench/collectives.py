@@ -31,7 +31,7 @@ KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, 1024 * KIB, 16 * 1024 * KIB]
 COLUMNS = 64
 LIMIT = 1.05
-# Calls of each rival. One call's time varies by a quarter; a hundredth is to be told.
+# Calls of each rival. One call's time varies by a quarter; a difference of a hundredth must show.
 ROUNDS, ROUNDS_OF_LARGE, LARGE = 800, 30, 4 * 1024 * KIB
 
 Call = Callable[[Tensor], Tensor]
@@ -69,7 +69,7 @@ def forward(call: Call) -> Call:
 
 
 def and_back(call: Call) -> Call:
-    """Forward and backward: two collectives. The gradient is there already; nothing else is computed."""
+    """Forward and backward: two collectives. The gradient exists already; nothing else is computed."""
 
     def run(x: Tensor) -> Tensor:
         y = call(x)
@@ -99,7 +99,7 @@ class Least(torch.autograd.Function):
 
 
 def rivals() -> dict[str, dict[str, Call]]:
-    """What is timed -> by whom -> how. Everything gets ``[rows, COLUMNS]`` and makes a new tensor."""
+    """Collective -> rival -> call. Every call takes ``[rows, COLUMNS]`` and returns a new tensor."""
 
     def theirs_all_to_all(x: Tensor) -> Tensor:
         return torch_nn.all_to_all_single(torch.empty_like(x), x)
@@ -141,8 +141,8 @@ def rivals() -> dict[str, dict[str, Call]]:
 
 
 def rank_main(pipe: Any, rank: int, size: int, meeting: str, sizes: list[int], rounds: int) -> None:
-    """One rank: every rival once per round, each call behind a barrier; the times to the parent."""
-    warnings.simplefilter("ignore")  # torch's own word on its older interfaces
+    """One rank: times every rival once per round, each call after a barrier, and sends the times to the parent."""
+    warnings.simplefilter("ignore")  # torch warns about its older interfaces
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)
     dist.init_process_group(
@@ -154,7 +154,7 @@ def rank_main(pipe: Any, rank: int, size: int, meeting: str, sizes: list[int], r
         for what, calls in rivals().items():
             names = list(calls)
             times: dict[str, list[float]] = {name: [] for name in names}
-            # In any order, the same on all ranks: whoever always came after the same one would inherit its caches.
+            # In random order, the same on all ranks: a rival that always followed the same one would inherit its caches.
             order = random.Random(0)
             turns = rounds or (ROUNDS if num_bytes < LARGE else ROUNDS_OF_LARGE)
             for turn in range(-max(3, turns // 10), turns):
@@ -204,7 +204,7 @@ def measure(world_size: int, sizes: list[int], rounds: int) -> list[dict[str, An
 
 
 def row(num_bytes: int, what: str, parts: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """A call has taken as long as on the rank where it took longest."""
+    """A call counts with its time on the slowest rank."""
     figures = {
         name: spread([1e6 * max(turn) for turn in zip(*(part[name] for part in parts), strict=True)], 1)
         for name in parts[0]

@@ -40,7 +40,7 @@ PORT = 29400
 # A job that does not train again within this time never will.
 GIVE_UP = 60.0
 MARK = "RALLY_BENCH_ELASTIC"
-# How lines of our supervisor begin; torchrun does not say when it knows.
+# The start of our supervisor's lines. torchrun does not report when it knows of a loss.
 LAUNCHER = "rally: "
 
 TRAIN = """
@@ -79,7 +79,7 @@ while True:
 
 
 class Host:
-    """One host's launcher, and when it said what."""
+    """One host's launcher, and what it printed when."""
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self.lines: list[tuple[float, str]] = []
@@ -100,13 +100,13 @@ class Host:
             self.lines.append((time.monotonic(), line.decode(errors="replace").rstrip()))
 
     def first_word_after(self, at: float) -> float | None:
-        """When the launcher itself (not a worker) said something."""
+        """When the launcher itself (not a worker) first printed something after ``at``."""
         return next(
             (when for when, line in list(self.lines) if when > at and LAUNCHER in line), None
         )
 
     def said(self, text: str) -> float | None:
-        """When it said that last."""
+        """When it last printed ``text``."""
         return max((at for at, line in list(self.lines) if text in line), default=None)
 
     def tree(self) -> list[psutil.Process]:
@@ -115,7 +115,7 @@ class Host:
 
 
 class ElasticJob:
-    """A job on hosts of their own, started host by host."""
+    """A job on its own hosts, started host by host."""
 
     def __init__(self, network: Network, rival: str, nnodes: str, folder: Path) -> None:
         self._network = network
@@ -157,7 +157,7 @@ class ElasticJob:
         return [json.loads(line) for line in self._notes.read_text().splitlines()]
 
     def training_since(self, at: float, hosts: int) -> tuple[float, list[int]] | None:
-        """When the last of all workers of ``hosts`` hosts had its first all-reduce after ``at``; their pids by rank."""
+        """When the last worker of ``hosts`` hosts had its first all-reduce after ``at``, and all their pids by rank."""
         firsts: dict[int, tuple[float, int]] = {}
         world = hosts * WORKERS
         for note in self._read_notes():
@@ -187,9 +187,9 @@ class ElasticJob:
         return max(said, key=lambda index: said[index], default=0)
 
     def known_after(self, at: float, but: int | None = None) -> list[float]:
-        """Seconds until each host (but one) knew that something has happened.
+        """Seconds until each host (except ``but``) knew that something had happened.
 
-        Its launcher says so, or ends its workers, whichever we see first.
+        Its launcher reports it or stops its workers, whichever we see first.
         """
         signs: dict[int, float] = {}
         for note in self._read_notes():
@@ -235,8 +235,8 @@ def job(network: Network, rival: str, nnodes: str) -> Iterator[ElasticJob]:
         shutil.rmtree(folder)
 
 
-# -- what is done to it ---------------------------------------------------------------------------
-# Each returns when it struck, the host that is lost with it (or None), and what puts it right.
+# -- the faults -----------------------------------------------------------------------------------
+# Each returns when it struck, the host that is lost with it (or None), and how to repair the damage.
 
 Strike = Callable[[ElasticJob, Network, list[int]], tuple[float, int | None, Callable[[], None]]]
 
@@ -281,7 +281,7 @@ def cut_off_store_host(running: ElasticJob, network: Network, pids: list[int]) -
 
 
 def stop_store_host(running: ElasticJob, network: Network, pids: list[int]) -> Any:
-    """All its processes stand still; its kernel goes on answering."""
+    """Stop all of the host's processes. Its kernel keeps answering."""
     index = running.serving()
     stopped = running.hosts[index].tree()
     at = time.monotonic()
@@ -302,7 +302,7 @@ def _not_serving(running: ElasticJob) -> int:
 
 @dataclass
 class Result:
-    """Of one kind of fault."""
+    """The result for one kind of fault."""
 
     trials: int = 0
     failed: list[str] = field(default_factory=list)
@@ -370,7 +370,7 @@ def _once(
 
 
 def scale_up(network: Network, rival: str, trials: int) -> Result:
-    """Two hosts train, a third one comes, a fourth."""
+    """Two hosts train; a third joins, then a fourth."""
     result = Result()
     for _ in range(trials):
         result.trials += 1
@@ -403,13 +403,13 @@ STRIKES: dict[str, tuple[Strike, int]] = {
     "store's host: all processes stopped": (stop_store_host, 5),
 }
 SCALE_UP, SCALE_UPS = "scale-up 2 to 3 to 4", 20
-# torchrun is asked once for what it can hardly do: each failure takes a minute.
+# torchrun gets one trial of what it can hardly do: each failure takes a minute.
 TORCH_TRIALS = 1
 TORCH_STRIKES = ("worker killed", "supervisor killed", "store's host: supervisor killed")
 
 
 def targets(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What we promise, with the worst that was measured; None where this run did not measure it."""
+    """What we promise, with the worst value measured; None if this run did not measure it."""
 
     def worst(name: str, what: str) -> float | None:
         value: float | None = found.get(name, {}).get(what, {}).get("max")
@@ -473,7 +473,7 @@ def main() -> int:
     if not available():
         print("needs root and iproute2 for network namespaces", file=sys.stderr)
         return 2
-    # In the background of a script Ctrl-C is ignored, and so would it be by the launchers.
+    # A script's background jobs ignore Ctrl-C, and the launchers would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def trials(default: int) -> int:

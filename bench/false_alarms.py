@@ -1,12 +1,12 @@
-"""Whether a job that trains well is told to hang: hours of uneven steps, slow checkpoints and evaluations; prints JSON.
+"""Whether a healthy job is reported to hang: hours of uneven steps, slow checkpoints and evaluations; prints JSON.
 
     python bench/false_alarms.py --minutes 10
     python bench/false_alarms.py --output bench/results/false_alarms.json
 
-One job has two supervisors with four workers each, and `--hang-after` and `--slow-after` as they are by default. Steps take a tenth of a
-second to three, on each rank another time, and now and then a batch comes half a minute late. Every five minutes rank 0 writes a
-checkpoint, in pieces, for 90 seconds, then evaluates for 90 seconds, while the others wait in a barrier. Nothing hangs, and no rank is
-slower than the others for long, so every alarm is false.
+One job has two supervisors with four workers each, and the default `--hang-after` and `--slow-after`. Steps take from a tenth of
+a second to three seconds, different on each rank, and now and then a batch arrives half a minute late. Every five minutes rank 0
+writes a checkpoint, in pieces, for 90 seconds, then evaluates for 90 seconds, while the others wait in a barrier. Nothing hangs,
+and no rank is slower than the others for long, so every alarm is false.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALARMS = {"job_hangs", "worker_slow"}
 
 
 def work(seconds: float, notes: Path) -> None:
-    """Train for so long; rank 0 writes down how many steps, checkpoints and evaluations there were."""
+    """Train for that long. Rank 0 records how many steps, checkpoints and evaluations there were."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -76,7 +76,7 @@ def work(seconds: float, notes: Path) -> None:
 
 
 def _save(notes: Path) -> None:
-    """On slow storage: a piece each second."""
+    """Save to slow storage: a piece each second."""
     began = time.monotonic()
     with (notes / "checkpoint").open("wb") as file:
         while time.monotonic() - began < ALONE:
@@ -87,7 +87,7 @@ def _save(notes: Path) -> None:
 
 
 def _evaluate(model: Any) -> None:
-    """It waits for its data most of the time."""
+    """Evaluate, mostly waiting for data."""
     import torch
 
     began = time.monotonic()
@@ -125,7 +125,7 @@ def measure(seconds: float) -> dict[str, Any]:
         began = time.monotonic()
         while any(node.poll() is None for node in nodes):
             if time.monotonic() - began > seconds + 4 * ALONE + 60:
-                break  # it hangs indeed
+                break  # it really hangs
             progress.step("training")
             try:
                 nodes[0].wait(60)

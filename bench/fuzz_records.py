@@ -3,7 +3,7 @@
     python bench/fuzz_records.py --records 100000
     python bench/fuzz_records.py --records 1000000 --seed 1 --output bench/results/fuzz_records.json
 
-Half of the records are a stranger's: true ones that were changed, cut, joined, moved to another key, another job or another
+Half of the records are a stranger's: genuine ones that were changed, cut, joined, moved to another key, another job or another
 secret, or stripped of their MAC. None may be accepted. The other half are a member's: any JSON under a valid MAC. They may
 only raise the errors that their readers expect. All kinds take turns: records of the rendezvous, introductions, and member
 records of rpc. The exit code is 1 if a promise in ``targets`` was broken.
@@ -40,7 +40,7 @@ JOB, RPC_JOB = "fuzzed", "0011223344556677"
 BATCHES = 20
 # How much memory may grow after the first batch.
 MOST_GROWTH_MIB = 16
-# Of a record, at most; a member's lists and texts are far shorter.
+# The most bytes in a record; a member's lists and texts are far shorter.
 MOST_BYTES = 1 << 16
 
 
@@ -49,10 +49,10 @@ class Reader:
     """One kind of record.
 
     Args:
-        keys: it stands under one of these.
+        keys: it is stored under one of these.
         make: the bytes of a body under a key, by a process with this secret, of this job.
-        accept: whether bytes under a key are taken for true; raises only what is expected of it.
-        use: what is done with bytes that were accepted.
+        accept: whether bytes under a key are accepted as genuine; raises only what is expected of it.
+        use: what readers do with accepted bytes.
     """
 
     keys: tuple[str, ...]
@@ -79,7 +79,7 @@ def _accepts_record(key: str, data: bytes) -> bool:
 
 
 def _use_record(key: str, data: bytes) -> None:
-    """What the protocol does with a record, whatever it says."""
+    """What the protocol does with a record, whatever its content."""
     try:
         body = _CODEC.unpack(key, data)
     except BadRecord:
@@ -121,7 +121,7 @@ def _accepts_introduction(key: str, data: bytes) -> bool:
     guest = introduction.unpack(data, SECRET, Role(key.rpartition("/")[2]))
     found = () if guest is None else introduction.mismatches(_ME, SECRET, guest)
     assert guest is None or guest.introduction.host.isprintable()
-    # Another job's is true, and says only that.
+    # Another job's introduction is genuine, but results only in this mismatch.
     return (
         guest is not None and guest.proved and not any(each.field == "--rdzv-id" for each in found)
     )
@@ -237,7 +237,7 @@ def any_body(chance: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def forged(chance: random.Random, reader: Reader) -> tuple[str, str, bytes]:
-    """How, under which key, and what; never a true record under its own key."""
+    """How it was forged, its key, and its bytes. Never a genuine record under its own key."""
     key, other = chance.sample(reader.keys, 2)
     true = reader.make(key, any_body(chance), SECRET, JOB)
     match chance.randrange(8):

@@ -4,7 +4,7 @@
     python bench/fuzz_rpc.py --frames 1000000 --seed 1 --output bench/results/fuzz_rpc.json
 
 An agent in its own process gets half of the frames from strangers without the secret, and half from a peer that has
-it. Meanwhile a healthy peer keeps calling it; only the sender of a bad frame may be affected. Part of the frames goes
+it. Meanwhile a healthy peer keeps calling it; only the sender of a bad frame may be affected. Some frames go
 through sockets, the rest through the same pure code without sockets; the JSON has the numbers. The exit code is 1 if
 a promise in ``targets`` was broken. See bench/README.md.
 """
@@ -57,34 +57,34 @@ from rallypoint.wire.transport import Way
 
 TARGET, HEALTHY = "target", "healthy"
 SECRET = b"the secret of the fuzzed group"
-# Of the frames, how many go through the agent's sockets unless --through-agent says otherwise.
+# The share of the frames that go through the agent's sockets, unless --through-agent says otherwise.
 THROUGH_AGENT = 0.5
 BATCHES = 20
-# Strangers that are connected at once; the agent lets 256 in.
+# Strangers that are connected at once; the agent admits 256.
 AT_ONCE = 64
-# On one connection of a peer that knows the secret.
+# The most frames on one connection of a peer that knows the secret.
 MOST_ON_ONE = 200
-# What the target may keep beyond what it had after the first batch.
+# How much the target's memory may grow after the first batch.
 MOST_GROWTH_MIB = 64
 SETTLES_WITHIN = 20.0
 MOST_ADDRESSES = 16 << 30
 HEARTBEAT = 5.0
-# The number of the call that tells that all before it were read.
+# The number of the call whose answer shows that all frames before it were read.
 PING = 2**63 + 12345
 
 
-# -- the target: runs in a process of its own -----------------------------------------------------
+# -- the target: runs in its own process ----------------------------------------------------------
 
 COUNTS: Counter[str] = Counter()
 
 
 def trip() -> None:
-    """What strangers ask for."""
+    """What strangers try to call."""
     COUNTS["tripped"] += 1
 
 
 def state(asked: int) -> dict[str, Any]:
-    """How the target stands. ``asked``: no two payloads are equal, so each is unpickled."""
+    """The state of the target. ``asked`` makes every payload different, so that each is unpickled."""
     del asked
     gc.collect()
     agent = current_agent()
@@ -110,7 +110,7 @@ def state(asked: int) -> dict[str, Any]:
 
 
 def count_unpickling() -> None:
-    """Every way to unpickle is counted, whoever takes it."""
+    """Count every unpickling, by any route and any caller."""
     from rallypoint.rpc.agent import serving
     from rallypoint.rpc.serialization import payload
 
@@ -130,7 +130,7 @@ def count_unpickling() -> None:
 
 
 def count_mistakes() -> None:
-    """What the agent logs as a failure of its own, and what nobody has caught."""
+    """Count what the agent logs as its own failure, and uncaught exceptions."""
 
     class Counting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -151,8 +151,8 @@ def count_mistakes() -> None:
 
 
 def serve(store: str) -> None:
-    """The target's whole life: until its input ends."""
-    # Should a damaged pickle ask for all memory after all, it is refused, and this machine stays as it is.
+    """The target's whole life, until its input ends."""
+    # If a damaged pickle does ask for all memory, it is refused, and this machine is unharmed.
     resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESSES, MOST_ADDRESSES))
     count_mistakes()
     begin(TARGET, 0, store)
@@ -177,7 +177,7 @@ class Target:
             [sys.executable, str(Path(__file__).resolve()), "--target", store],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Functions that fail are printed there, as torch does: hundreds of thousands do.
+            # Failures of functions are printed there, as in torch: there are hundreds of thousands.
             stderr=subprocess.DEVNULL,
             text=True,
         )
@@ -206,7 +206,7 @@ class Target:
 
 
 class Healthy:
-    """The peer that must notice nothing. Calls in the background until it is asked to pause."""
+    """The peer that must not be affected. Calls in the background until it is asked to pause."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -248,7 +248,7 @@ class Healthy:
         return {**got, "calls": self.made}
 
     def settled(self) -> dict[str, Any]:
-        """The same, once nothing of the others is left; or, after some time, what there is."""
+        """The state once nothing from the others is left, or whatever it is after some time."""
         until = time.monotonic() + SETTLES_WITHIN
         while True:
             now = self.state()
@@ -283,21 +283,21 @@ JUNK: list[Any] = [
 
 
 class Strangers:
-    """What comes from those who do not know the secret."""
+    """What senders without the secret send."""
 
     def __init__(self, chance: random.Random, me: dict[str, Any]) -> None:
         self._chance = chance
         self._me = me
-        # A call that would be noticed, behind whatever is sent.
+        # A call that would be noticed, appended to whatever is sent.
         self._call = b"".join(encode(Kind.CALL, 1, pickle.dumps((trip, (), None))))
-        # The proof of a talk with somebody else: right once, and never again.
+        # The proof from a handshake with another peer: valid once, and never again.
         other = Accepting(SECRET, me, bytes(NONCE_BYTES))
         talk = Connecting(SECRET, me, bytes(NONCE_BYTES))
         self._old = talk.start()
         self._old_proof = talk.receive(other.receive(self._old))
 
     def stream(self) -> bytes:
-        """All that one of them sends."""
+        """Everything that one stranger sends."""
         chance = self._chance
         hello = Connecting(self.guess(), self._me, chance.randbytes(NONCE_BYTES)).start()
         match chance.randrange(10):
@@ -346,7 +346,7 @@ class Strangers:
         return bytes(damaged)
 
     def twisted(self, hello: bytes) -> dict[str, Any]:
-        """A hello whose JSON is sound and whose content is not."""
+        """A hello with valid JSON and invalid content."""
         chance = self._chance
         fields: dict[str, Any] = json.loads(hello[8:])
         inner = fields["me"] if chance.random() < 0.4 else fields
@@ -371,7 +371,7 @@ class Strangers:
 
 
 def strangers_alone(strangers: Strangers, me: dict[str, Any], count: int) -> Counter[str]:
-    """Straight into the code of the handshake."""
+    """Feed strangers' bytes straight into the handshake code."""
     found: Counter[str] = Counter()
     for _ in range(count):
         end = Accepting(SECRET, me, os.urandom(NONCE_BYTES))
@@ -389,7 +389,7 @@ def strangers_alone(strangers: Strangers, me: dict[str, Any], count: int) -> Cou
 def strangers_at_sockets(
     strangers: Strangers, chance: random.Random, addresses: dict[str, Any], count: int
 ) -> Counter[str]:
-    """To the agent, some connections at a time."""
+    """Send strangers' bytes to the agent, over some connections at a time."""
     found: Counter[str] = Counter()
     for first in range(0, count, AT_ONCE):
         open_ones: list[socket.socket] = []
@@ -430,7 +430,7 @@ def strangers_at_sockets(
 def connect(kind: str, address: Any, chance: random.Random) -> socket.socket:
     if kind == "uds":
         return uds.connect(address, Deadline(10.0))
-    # From many addresses: ports rest for a minute after each connection.
+    # From many addresses: a port is unusable for a minute after each connection.
     sock = socket.socket()
     sock.settimeout(10.0)
     sock.bind((f"127.0.0.{chance.randrange(2, 250)}", 0))
@@ -475,11 +475,11 @@ class Frames:
         chance = self._chance
         if chance.random() < 0.5:
             return chance.choice(self._pickles)
-        # No opcode has this number: nothing that follows is looked at.
+        # No opcode has this number, so nothing that follows is read.
         return b"\xff" * chance.randrange(60)
 
     def sound(self) -> tuple[bytes, Frame]:
-        """A frame after which the next one is found."""
+        """A frame after which the next one can still be found."""
         chance = self._chance
         payload = self.payload()
         buffers: list[Any] = []
@@ -506,7 +506,7 @@ class Frames:
         data = bytearray(self.sound()[0])
         match chance.randrange(6):
             case 0:
-                # Of the header and the descriptors alone: what the payload asks for must stay harmless.
+                # Only in the header and the descriptors: what the payload asks for must stay harmless.
                 head = HEADER.size + DESCRIPTOR.size * int.from_bytes(data[6:8], "little")
                 for _ in range(chance.randrange(1, 8)):
                     data[chance.randrange(head)] ^= 1 << chance.randrange(8)
@@ -525,13 +525,13 @@ class Frames:
         return bytes(data) + b"\xff" * chance.randrange(100)
 
     def batch(self, most: int) -> tuple[list[bytes], list[Frame]]:
-        """What is sent on one connection: sound ones, and a broken one at the end."""
+        """What is sent on one connection: sound frames, and a broken one at the end."""
         made = [self.sound() for _ in range(most - 1)]
         return [*(data for data, _ in made), self.broken()], [frame for _, frame in made]
 
 
 def sealed(chance: random.Random, sealer: Sealer, data: bytes) -> list[bytes]:
-    """``data`` in records."""
+    """``data``, sealed in records."""
     records, at = [], 0
     while at < len(data):
         size = chance.choice((1, 24, 500, SHORT, SHORT + 1, 50_000, MOST))
@@ -544,7 +544,7 @@ def sealed(chance: random.Random, sealer: Sealer, data: bytes) -> list[bytes]:
 
 
 def altered(chance: random.Random, records: list[bytes]) -> tuple[int, bytes]:
-    """What a relay that does not know the keys makes of some records; and the first that is not as it was."""
+    """The index of the first altered record, and some records as altered by a relay without the keys."""
     at = chance.randrange(len(records))
     records = list(records)
     record = bytearray(records[at])
@@ -558,18 +558,18 @@ def altered(chance: random.Random, records: list[bytes]) -> tuple[int, bytes]:
         case 4:
             record[0:0] = records[chance.randrange(len(records))]
             if record.startswith(records[at]):
-                at += 1  # said twice: the first is as it was
+                at += 1  # repeated: the first one is intact
                 record = record[len(record) // 2 :]
                 records.insert(at, b"")
         case _:
             record = bytearray()
     records[at] = bytes(record)
-    # More comes, so that nobody waits for the rest of a record whose length was raised.
+    # More data follows, so that no one waits for the rest of a record whose length was increased.
     return at, b"".join([*records, bytes(MOST + 100)])
 
 
 def sealed_alone(frames: Frames, chance: random.Random, count: int) -> Counter[str]:
-    """Sealed frames into the parser, as a relay has altered them."""
+    """Feed sealed frames into the parser, altered by a relay."""
     found: Counter[str] = Counter()
     name = chance.choice(auth.SEALS())
     while count:
@@ -606,7 +606,7 @@ def sealed_alone(frames: Frames, chance: random.Random, count: int) -> Counter[s
 
 
 def frames_alone(frames: Frames, chance: random.Random, count: int) -> Counter[str]:
-    """Straight into the parser."""
+    """Feed frames straight into the parser."""
     found: Counter[str] = Counter()
     allocate = Recycler(keep=0).allocate
     while count:
@@ -624,7 +624,7 @@ def frames_alone(frames: Frames, chance: random.Random, count: int) -> Counter[s
                 came += parser.feed(data[at : at + size])
         except ProtocolError:
             found["refused"] += 1
-        # One piece may hold the last sound ones and the broken one: those are refused together.
+        # One piece may hold the last sound frames and the broken one, which are refused together.
         whole = came[: len(sound)]
         if any(map(differs, whole, sound)):
             found["wrong"] += 1
@@ -648,7 +648,7 @@ def frames_at_sockets(
     me: dict[str, Any],
     count: int,
 ) -> Counter[str]:
-    """To the agent, on connections that have proved themselves."""
+    """Send frames to the agent, on connections that have completed the handshake."""
     found: Counter[str] = Counter()
     budget = Budget(1 << 26)
     while count:
@@ -672,7 +672,7 @@ def frames_at_sockets(
         pieces, _ = frames.batch(most)
         sharing = None
         if side is not None and chance.random() < 0.5:
-            # Real shared memory among all that is claimed to be.
+            # Real shared memory among much that is only claimed to be.
             sharing = Sharing(side, budget)
             side = None
             placed, _ = sharing.place([memoryview(bytes(70_000))] * chance.randrange(1, 4))
@@ -686,7 +686,7 @@ def frames_at_sockets(
             calls = b"".join(sealed(chance, sealer, calls))
             broken_records = sealed(chance, sealer, broken)
             if chance.random() < 0.5:
-                # A relay's doing, to a call that would be noticed: it must not be taken for the peer's.
+                # A call that would be noticed, altered by a relay: it must not be taken for the peer's.
                 noticed = b"".join(encode(Kind.CALL, 1, pickle.dumps((trip, (), None))))
                 _, data = altered(chance, [Sealer(keys[0]).short(noticed), *broken_records])
                 broken = data
@@ -710,10 +710,10 @@ def exchange(
     before: bytes | None,
     found: Counter[str],
 ) -> None:
-    """Send all of it while reading what comes, until the ping is answered, or, without one, to the end.
+    """Send all of ``data`` while reading replies, until the ping is answered; without a ping, until the connection ends.
 
     Args:
-        before: what has come already; None: no ping is among ``data``.
+        before: what has already arrived; None: there is no ping in ``data``.
     """
     sock.setblocking(False)
     rest = memoryview(data)
@@ -729,9 +729,9 @@ def exchange(
             found["never answered" if before is not None else "never closed"] += 1
             return
         if not rest and not is_half and before is None:
-            # At once if all of it was cut off: nobody answers nothing.
+            # At once if all of it was cut off: nothing sent gets no answer.
             is_half = True
-            with contextlib.suppress(OSError):  # the other end has been quicker
+            with contextlib.suppress(OSError):  # the other end was faster
                 sock.shutdown(socket.SHUT_WR)
         readable, writable, _ = select.select([sock], [sock] if rest else [], [], left)
         replies = []
@@ -741,7 +741,7 @@ def exchange(
                 if not got:
                     found["cut off too early" if before is not None else "ended"] += 1
                     return
-                # What comes after a cut is in the middle of a reply: only whole ones are looked at.
+                # After a cut, what arrives may start in mid-reply, and only whole replies are examined.
                 replies = parser.feed(got) if before is not None else []
             if writable and rest:
                 rest = rest[sock.send(rest) :]
@@ -795,7 +795,7 @@ def fuzz(
     after_sockets = int((args.frames - half) * args.through_agent)
     alone = args.frames - half - after_sockets
 
-    # Both kinds once: pools, threads and caches are filled.
+    # Both kinds once, to fill pools, threads and caches.
     frames_at_sockets(frames, chance, addresses, me, 2000)
     strangers_at_sockets(strangers, chance, addresses, 200)
     base = healthy.settled()
@@ -829,7 +829,7 @@ def fuzz(
         )
         last = healthy.settled()
         states.append(last)
-        # What the healthy peer has called meanwhile was unpickled, and nothing else.
+        # Only the healthy peer's calls may have been unpickled meanwhile.
         calls = last["calls"] - first["calls"]
         unpickled_before += [
             last[name] - first[name] - calls for name in ("unpickled", "pickle.loads")

@@ -1,12 +1,12 @@
-"""Hundreds of handlers as programs make them, eight in a process: how soon all have met; prints JSON.
+"""Hundreds of handlers, made as programs make them, eight per process: how soon all have met; prints JSON.
 
     python bench/handlers.py --quick
     python bench/handlers.py --output bench/results/handlers.json
 
-Each node is a handler of the public registry (``rendezvous_handler_registry.create_handler``), in a thread of its own. One
-of them serves the store. With a secret, every record carries a MAC. The clock starts for all nodes at once, and ends when
-the last one has its rank; making the handlers is included. One machine does the work of all nodes. Processes have torch
-imported, which is shared. Whatever they print to stderr is counted: it has to be nothing.
+Each node is a handler from the public registry (``rendezvous_handler_registry.create_handler``), in its own thread. One
+of them serves the store. With a secret, every record carries a MAC. The clock starts for all nodes at once, and stops when
+the last one has its rank; making the handlers is included. One machine does the work of all nodes. The processes share one
+import of torch. Whatever they print to stderr is counted: there must be nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rallypoint.rendezvous import RendezvousParameters, rendezvous_handler_regis
 PER_PROCESS = 8
 MOST_SECONDS = {256: 1.0, 512: 2.0}
 LIMIT = 120.0
-# A program on a machine of its own pays for these once. Here processes share them.
+# A program on its own machine pays for these imports once. Here the processes share them.
 PRELOADED = [
     "torch.distributed",
     "rallypoint.rendezvous.backends.native_store",
@@ -52,7 +52,7 @@ def handlers(
     """A process of the benchmark: makes its handlers when told to, and joins with them."""
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 2)
-    # Looking through torch's objects for garbage would copy the pages that are shared with the parent.
+    # Collecting garbage among torch's objects would copy the pages that are shared with the parent.
     gc.collect()
     gc.freeze()
     start, done = threading.Event(), [0.0] * len(numbers)
@@ -81,7 +81,7 @@ def handlers(
     for thread in threads:
         thread.join(LIMIT + 10.0)
     pipe.send((done, found))
-    pipe.recv()  # all leave together: the store is with one of them
+    pipe.recv()  # all leave together: one of them has the store
     os._exit(0)
 
 
@@ -103,7 +103,7 @@ def round_of(nodes: int, with_secret: bool, folder: Path) -> dict[str, Any]:
     try:
         for _, pipe in members:
             pipe.recv()
-        time.sleep(0.5)  # their threads wait by now
+        time.sleep(0.5)  # by now their threads wait
         began = time.monotonic()
         for _, pipe in members:
             pipe.send("start")

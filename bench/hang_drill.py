@@ -3,9 +3,9 @@
     python bench/hang_drill.py --seeds 1
     python bench/hang_drill.py --output bench/results/hang_drill.json
 
-Each job has two supervisors with four workers each. They train for some steps; then one rank, chosen by the seed, hangs. Counted is
-what `rally run --hang-after` prints: the rank (nobody else is named), and the function in which it hangs. A rank that keeps a core
-busy is told later, because long work looks the same: three times as late.
+Each job has two supervisors with four workers each. They train for some steps; then one rank, chosen by the seed, hangs. What
+counts is that `rally run --hang-after` prints that rank, and no other, and the function in which it hangs. A rank that keeps a
+core busy is reported three times as late, because long work looks the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jobs import Progress, machine, publish
 WORKERS = 8
 AFTER = 5.0
 LONGER = 3
-# Beyond the limit.
+# Seconds beyond the limit.
 PATIENCE = 15.0
 STEPS = 10
 
@@ -93,7 +93,7 @@ class _Stops:
 
 def in_the_kernel() -> None:
     libc = ctypes.PyDLL(None)
-    if libc.vfork() == 0:  # the parent is in state D until the child ends or executes a program
+    if libc.vfork() == 0:  # the parent is in state D until the child exits or executes a program
         while True:
             libc.pause()
 
@@ -124,7 +124,7 @@ def other_sizes() -> None:
 
 
 def missing_in_subgroup() -> None:
-    """It goes to the next collective of all instead."""
+    """It goes to the next collective of all ranks instead."""
     import torch
     import torch.distributed as dist
 
@@ -132,7 +132,7 @@ def missing_in_subgroup() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-# Name -> what it does, and what besides its name shows the place.
+# Name -> the function, and what shows the place besides the function's name.
 WAYS: dict[str, tuple[Callable[[], None], str]] = {
     "stuck read": (stuck_read, ""),
     "lock": (taken_lock, ""),
@@ -148,7 +148,7 @@ WAYS: dict[str, tuple[Callable[[], None], str]] = {
     "subgroup": (missing_in_subgroup, ""),
 }
 BUSY = {"Python loop", "C loop with the GIL"}
-# All wait in collectives: nobody is missing, and the odd one is in the smallest group.
+# All ranks wait in collectives: none is missing, and the odd one is in the smallest group.
 COLLECTIVES = {"other order", "other sizes", "subgroup"}
 
 
@@ -182,7 +182,7 @@ def work(way: str, odd: int, begun: str) -> None:
 
 
 def drill(way: str, odd: int, folder: Path) -> dict[str, Any]:
-    """Run one job that hangs, and see what it says."""
+    """Run one job that hangs, and check what it reports."""
     events, begun = folder / "events.jsonl", folder / "begun"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

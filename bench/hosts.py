@@ -14,7 +14,7 @@ import psutil
 
 
 def available() -> bool:
-    """Whether this machine and this user can have them."""
+    """Whether this user can create them on this machine."""
     return os.geteuid() == 0 and shutil.which("ip") is not None
 
 
@@ -23,7 +23,7 @@ def address(index: int) -> str:
 
 
 class Network:
-    """Hosts 0 to ``count - 1`` on one switch; gone at the end of the block."""
+    """Hosts 0 to ``count - 1`` on one switch; removed at the end of the block."""
 
     def __init__(self, count: int) -> None:
         tag = str(os.getpid())[-5:]
@@ -51,11 +51,11 @@ class Network:
                 _ip("netns", "del", name)
 
     def command(self, index: int, words: list[str]) -> list[str]:
-        """Words that run ``words`` on that host, in the same process."""
+        """The command line that runs ``words`` on that host, in the same process."""
         return ["ip", "netns", "exec", self.hosts[index], *words]
 
     def open_sockets(self) -> list[str]:
-        """Sockets of these hosts that a process holds: those that the kernel still closes by itself have no inode."""
+        """Sockets on these hosts that a process holds. (Those that the kernel is still closing have no inode.)"""
         found = []
         for host in self.hosts:
             for kind in ("tcp", "tcp6", "udp", "udp6"):
@@ -76,7 +76,7 @@ def _ip(*words: str) -> str:
 
 
 def named_things() -> set[str]:
-    """What outlives its process unless somebody removes it: shared memory with a name, and paths of Unix sockets."""
+    """What outlives its process unless removed: named shared memory, and paths of Unix sockets."""
     found = {os.path.join("/dev/shm", name) for name in os.listdir("/dev/shm")}
     for root in {tempfile.gettempdir(), "/tmp", f"/run/user/{os.geteuid()}"}:
         for folder, _, names in os.walk(root):

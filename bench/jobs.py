@@ -61,14 +61,14 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
 
 
 def ratio(a: dict[str, Any], b: dict[str, Any]) -> float | None:
-    """Of two medians; None where one of them is missing."""
+    """The ratio of two medians; None if one of them is missing."""
     if not a.get("median") or not b.get("median"):
         return None
     return round(a["median"] / b["median"], 3)
 
 
 def publish(result: dict[str, Any], output: Path | None) -> int:
-    """Print the document, write it where it is wanted; how many of its promises do not hold, each named on stderr."""
+    """Print the result, and write it to ``output``. Returns how many promises do not hold, and names each on stderr."""
     text = json.dumps(result, indent=1)
     print(text)
     if output is not None:
@@ -111,7 +111,7 @@ class Progress:
             self._bar.start()
 
     def step(self, what: str) -> None:
-        """``what`` begins."""
+        """``what`` starts."""
         if self._bar is None:
             print(f"[{self._done + 1}/{self._total}] {what}", file=sys.stderr, flush=True)
         else:
@@ -128,14 +128,14 @@ class Progress:
 
 
 def adopt_orphans() -> None:
-    """Make this process a subreaper: whatever a job loses comes back to it as a child."""
+    """Make this process a subreaper: a job's orphans become its children."""
     pr_set_child_subreaper = 36
     if ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 class Job:
-    """A launcher's command, with a mark by which every process of it is found.
+    """A running launcher, with a mark that identifies all its processes.
 
     Processes are found in two ways: by the mark in their environment, and by walking down from this
     process (:func:`adopt_orphans`), which finds those that have cleared their environment too.
@@ -175,7 +175,7 @@ class Job:
         return {path.name: path.read_text() for path in self.folder.glob(pattern)}
 
     def wait_for_notes(self, pattern: str, count: int, timeout: float) -> dict[str, str] | None:
-        """``count`` files of this name, or None if they do not come or the launcher ends."""
+        """``count`` files of this name, or None if they do not appear in time or the launcher exits."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             found = self.notes(pattern)
@@ -187,7 +187,7 @@ class Job:
         return None
 
     def wait(self, timeout: float) -> int | None:
-        """The exit code; None if it does not end in time."""
+        """The exit code; None if it does not exit in time."""
         try:
             return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -35,15 +35,15 @@ from rallypoint.join import Join
 WIDTHS = [64, 256, 512, 1024, 2048]
 RANKS = 2
 BATCH = 32
-# How long each variant is measured, the promised ones longer; in so many blocks.
+# Seconds for which each variant is measured (more for the promised ones), and the number of blocks.
 SECONDS, SECONDS_PROMISED, BLOCKS = 3.0, 12.0, 10
 LEAST_STEPS = 4
-# Of the measurement on one rank: its network is small, so that little else is in a step.
+# For the measurement on one rank. Its network is small, so that a step contains little else.
 ALONE_STEPS, ALONE_WIDTH = 1000, 8
-# Not measured: DDP rebuilds its buckets, caches fill.
+# Steps that are not measured: DDP rebuilds its buckets, caches fill.
 WARM_UP = 10
 
-# What gives a block its batches: the model, a batch, how many.
+# Makes the batches of a block, from the model, a batch and the number of steps.
 Block = Callable[[Any, torch.Tensor, int], AbstractContextManager[Iterator[torch.Tensor]]]
 
 
@@ -99,7 +99,7 @@ def with_throw(block: Callable[..., Any]) -> Block:
 
 PROMISED = ("planned", "planned, join.batches, samples")
 VARIANTS: dict[str, Block] = {
-    # The other network is not joined either: what the measurement itself is worth.
+    # The other network is not joined either, which shows the measurement's own error.
     "nothing": nothing,
     "planned": planned,
     "planned, join.batches, samples": batches,
@@ -137,7 +137,7 @@ def network(width: int) -> DistributedDataParallel:
 
 
 def measure(width: int, scale: float) -> dict[str, Any]:
-    """Seconds of each step, of the joined network and of the other."""
+    """Seconds of each step, for the joined network and for the other."""
     pair = [network(width), network(width)]
     x = torch.randn(BATCH, width)
     for model in pair:
@@ -154,7 +154,7 @@ def measure(width: int, scale: float) -> dict[str, Any]:
             with block(joined, x, steps) as given:
                 others = repeated(x, steps)
                 for index in range(steps):
-                    # The first one after the other's step is not always the same.
+                    # The two alternate in going first.
                     both = [("joined", joined, given), ("plain", plain, others)]
                     for kind, model, its in both if index % 2 else reversed(both):
                         times[kind].append(step(model, its))
@@ -163,9 +163,9 @@ def measure(width: int, scale: float) -> dict[str, Any]:
 
 
 def measure_alone(pipe: Connection, meeting: str, scale: float) -> None:
-    """What a step costs more, in microseconds, where no other process can disturb it: a group of one rank.
+    """The extra cost of a step in microseconds, in a group of one rank, where no other process can disturb it.
 
-    The code that runs in a step is the same, and all that it costs is time of this processor.
+    The code that runs in a step is the same, and costs nothing but time on this processor.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meeting, 1), rank=0, world_size=1)
@@ -235,7 +235,7 @@ def ranks() -> Iterator[list[Connection]]:
 
 
 def row(width: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over steps; of each step the slower rank's time, since the other only waits for it."""
+    """Medians over steps. A step counts with the slower rank's time, since the other only waits for it."""
     found: dict[str, Any] = {"width": width, "variants": {}}
     for name in VARIANTS:
         slower = {
@@ -256,7 +256,7 @@ def row(width: int, answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]], extra_us: dict[str, float]) -> list[dict[str, Any]]:
-    """Of the two measurements of a joined step the one on a single rank is judged: its noise is far below 1 %."""
+    """Of the two measurements of a joined step, this judges the one on a single rank: its noise is far below 1 %."""
     checks = []
     for found in rows:
         width = found["width"]

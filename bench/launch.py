@@ -54,7 +54,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-# What a worker's output costs: it prints lines of 100 bytes into a pipe that somebody reads.
+# What a worker's output costs: it prints lines of 100 bytes into a pipe that is being read.
 PRINTER = """
 import os, sys, time
 began = time.monotonic()
@@ -76,13 +76,13 @@ LAUNCHERS: dict[str, list[str]] = {
     "rally exec": [*RALLY, "--start-method", "exec"],
     "torchrun": [*TORCHRUN, "--standalone"],
 }
-# 32 plain interpreters, each with its own import of torch, say nothing that 8 do not say.
+# 32 plain interpreters, each with its own import of torch, show nothing that 8 do not show.
 MAX_EXEC_WORKERS = 8
 JOB_TIMEOUT = 120.0
-# torchrun's default restart may hang for as long as Gloo waits for a peer that is not there.
+# torchrun's default restart may hang for as long as Gloo waits for a missing peer.
 RESTART_TIMEOUT = 60.0
 RESTART_WORKERS = 8
-# torchrun's first restart meets addresses of the attempt before; with this set it does not.
+# torchrun's first restart finds addresses of the previous attempt, unless this is set.
 WORK_AROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -196,12 +196,12 @@ class Bench:
     def restart_once(
         self, launcher: str, workers: int, env: dict[str, str]
     ) -> tuple[float | None, int | None]:
-        """Seconds from a worker's death to the next all-reduce of all, and in which attempt it was."""
+        """Seconds from a worker's death to the next all-reduce of all workers, and the attempt in which that was."""
         with self._job(launcher, workers, "restart", "--max-restarts", "3", **env) as running:
             firsts = running.wait_for_notes("first.0.*[0-9]", workers, JOB_TIMEOUT)
             if firsts is None:
                 return None, None
-            time.sleep(0.3)  # all of them are in their loop
+            time.sleep(0.3)  # by now all are in their loops
             victim = self._random.choice([int(text.split()[1]) for text in firsts.values()])
             died = time.monotonic()
             os.kill(victim, signal.SIGKILL)
@@ -342,7 +342,7 @@ def _memory(pid: int) -> dict[str, float]:
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The promises of the launcher, with what was measured; None where this run did not measure it."""
+    """The launcher's promises, with the measured values; None if this run did not measure it."""
 
     def start(size: int, field: str) -> Any:
         rows = [r for r in result["start"] if (r["workers"], r["launcher"]) == (size, "rally")]

@@ -1,4 +1,4 @@
-"""What the host of the job's store carries with a thousand supervisors; prints JSON.
+"""The load on the host of the job's store with a thousand supervisors; prints JSON.
 
     python bench/many_supervisors.py --nodes 64
     python bench/many_supervisors.py --output bench/results/many_supervisors.json
@@ -59,18 +59,18 @@ from rallypoint.rendezvous.home import STOPPED
 
 PROCESSES = 8
 NODES, WORKERS = 1024, 8
-# For so long nobody does anything.
+# Seconds for which nothing happens.
 IDLE_SECONDS = 20.0
-# For so long the logs are followed, and workers write a line each second.
+# Seconds for which the logs are followed, while workers write a line each second.
 LOG_SECONDS = 20.0
-# Threads of simulated supervisors need little.
+# Bytes per thread: simulated supervisors need little.
 STACK = 512 * 1024
 SWITCH_INTERVAL = 0.1
 PATIENCE = 180.0
 MIB = 1 << 20
 IN_OWN_NETWORK = "RALLY_BENCH_IN_OWN_NETWORK"
 
-# The one worker of node 0: it runs until it is told to end.
+# The one worker of node 0: it runs until it is told to stop.
 WORKER = """\
 import time
 while True:
@@ -83,7 +83,7 @@ while True:
 
 
 def failure(node: int, rank: int, generation: int) -> WorkerFailure:
-    """As a worker's that raised in a training script: a traceback of 2 KiB."""
+    """The failure of a worker that raised in a training script, with a traceback of 2 KiB."""
     frame = '  File "/home/user/project/train.py", line 88, in step\n    loss.backward()\n'
     return WorkerFailure(
         host=f"node{node}",
@@ -110,7 +110,7 @@ def failure(node: int, rank: int, generation: int) -> WorkerFailure:
 
 
 def stacks(first_rank: int) -> list[dict[str, Any]]:
-    """As eight workers in an all-reduce, with a loader's thread each."""
+    """The stacks of eight workers in an all-reduce, each with a loader's thread."""
     frames = [
         {"file": f"/usr/lib/python3/site-packages/torch/module_{i}.py", "function": f"forward_{i}", "line": i}
         for i in range(20)
@@ -135,9 +135,9 @@ class Node:
     """One supervisor without workers: the real coordination and the real policy.
 
     Args:
-        config: of the job.
-        number: of this node, for its host's name.
-        aside: answers questions there, as supervisors do in threads.
+        config: the job's.
+        number: this node's, for its host's name.
+        aside: the pool in which it answers questions, as supervisors do in threads.
     """
 
     def __init__(self, config: LaunchConfig, number: int, aside: ThreadPoolExecutor) -> None:
@@ -146,7 +146,7 @@ class Node:
         self.config = config
         self.round: RoundReady | None = None
         self.formed: dict[int, float] = {}  # generation -> when
-        self.told: dict[str, float] = {}  # what another node has told -> when it was first read
+        self.told: dict[str, float] = {}  # what another node has reported -> when it was first read
         self.answered = 0
         self.error = ""
         self.dead = False
@@ -165,7 +165,7 @@ class Node:
         self._do(policy.start(self.state))
 
     def hear(self) -> None:
-        """Handle what the coordination has to say."""
+        """Handle the coordination's events."""
         for event in self.coordination.take():
             match event:
                 case RoundReady():
@@ -197,16 +197,16 @@ class Node:
         self._decide(policy.WorkerEnded(0, failed=True))
 
     def enter_session(self) -> None:
-        """All workers do."""
+        """All workers enter a session."""
         for index in range(WORKERS):
             self._decide(policy.SessionEntered(index))
 
     def be_told_to_stop(self) -> None:
-        """The cluster sends SIGTERM, here as everywhere."""
+        """The cluster sends SIGTERM, here as on all nodes."""
         self.coordination.tell("told", self.state.generation, ())
 
     def die(self) -> None:
-        """As if the host were gone: its connections end, and nothing is said."""
+        """As if the host were gone: its connections close, and nothing is sent."""
         self.dead = True
         handler: Any = self.coordination._rendezvous  # noqa: SLF001
         handler._connection.close(leaving=False)  # noqa: SLF001
@@ -251,7 +251,7 @@ class Node:
             self.error = self.error or f"{type(error).__name__}: {str(error)[:200]}"
 
     def _logs(self, first: int) -> dict[str, Any]:
-        """As a node's whose workers write a line of 100 characters each second, to two streams each."""
+        """The logs of a node whose workers each write a line of 100 characters per second to two streams."""
         self._written += 1
         files = [
             {
@@ -315,7 +315,7 @@ class Node:
 
 
 class Crowd:
-    """The supervisors of one process. Told what to do through a pipe, answers with what was measured."""
+    """The supervisors in one process. Receives commands through a pipe, and answers with measurements."""
 
     def __init__(self, pipe: Connection, words: Sequence[str], numbers: range) -> None:
         self._pipe = pipe
@@ -394,7 +394,7 @@ def crowd(pipe: Connection, words: Sequence[str], numbers: range, env: dict[str,
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         Crowd(pipe, words, numbers).run()
-    os._exit(0)  # thousands of threads are not waited for
+    os._exit(0)  # do not wait for thousands of threads
 
 
 def raise_limits() -> None:
@@ -432,7 +432,7 @@ class Use:
 
 
 def sent() -> int:
-    """Bytes over the loopback interface so far. All that goes over it here is to or from the store."""
+    """Bytes over the loopback interface so far. Here, all of them go to or come from the store."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, figures = line.partition(":")
         if name.strip() == "lo":
@@ -479,14 +479,14 @@ class Host:
 
 
 def served_by(port: int, supervisor: subprocess.Popen[bytes], said: Path) -> int:
-    """The process that listens at a port."""
+    """The process that listens on a port."""
     import psutil
 
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline and supervisor.poll() is None:
         for each in psutil.net_connections("tcp"):
             listens = each.laddr.port == port and each.status == psutil.CONN_LISTEN
-            # The supervisor holds the socket, too, until the other process serves.
+            # The supervisor also holds the socket until the other process serves it.
             if listens and each.pid and each.pid != supervisor.pid:
                 return int(each.pid)
         time.sleep(0.1)
@@ -509,7 +509,7 @@ class Nodes:
             _receive(pipe)
 
     def news(self) -> dict[str, Any]:
-        """Of all nodes: see :meth:`Crowd._news`."""
+        """The news of all nodes; see :meth:`Crowd._news`."""
         for pipe in self._pipes:
             pipe.send("news")
         answers = [_receive(pipe) for pipe in self._pipes]
@@ -521,7 +521,7 @@ class Nodes:
         return merged
 
     def wait(self, what: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The news once they are such. Raises TimeoutError."""
+        """The news once ``holds`` is true of it. Raises TimeoutError."""
         deadline = time.monotonic() + PATIENCE
         while not holds(news := self.news()):
             if time.monotonic() > deadline:
@@ -531,7 +531,7 @@ class Nodes:
         return news
 
     def await_generation(self, generation: int) -> float:
-        """When the last one was in it."""
+        """When the last node was in that generation."""
         news = self.wait(
             f"generation {generation}",
             lambda news: all(generation in each for each in news["formed"]),
@@ -578,7 +578,7 @@ def stop(nodes: Nodes, host: Host, progress: Progress, count: int) -> None:
 
 
 def fail(nodes: Nodes, host: Host, job: str, stderr: Path, progress: Progress, count: int) -> None:
-    """Nobody does anything, is asked, fails, is lost; then the job fails."""
+    """The nodes are idle, answer questions, see failures and a loss; then the job fails."""
     meet(nodes, host, progress)
 
     progress.step(f"nobody does anything for {IDLE_SECONDS:g} s")
@@ -630,7 +630,7 @@ def _failure(nodes: Nodes, numbers: set[int] | None, generation: int) -> dict[st
     last = nodes.await_generation(generation) - began
     heard = [each["failed"] - began for each in nodes.news()["told"] if "failed" in each]
     figures: dict[str, Any] = {"last_node_s": round(last, 3)}
-    if numbers is not None and heard:  # later ones: each node remembers its first only
+    if numbers is not None and heard:  # not later ones: each node records only its first
         figures["heard_median_s"] = round(statistics.median(heard), 3)
         figures["heard_last_s"] = round(max(heard), 3)
     return figures
@@ -671,7 +671,7 @@ def _follow(job: str) -> dict[str, Any]:
 
 
 def measure(count: int, folder: Path, progress: Progress, *, fails: bool) -> dict[str, Any]:
-    """One job of so many nodes, which fails or is stopped."""
+    """One job of ``count`` nodes, which fails or is stopped."""
     port = _free_port()
     script = folder / "train.py"
     script.write_text(WORKER)
@@ -685,7 +685,7 @@ def measure(count: int, folder: Path, progress: Progress, *, fails: bool) -> dic
     own += ["--log-format", "json"]
     env = dict(os.environ)
     if not fails:
-        # Else a node whose workers cannot save does not ask whether all are told to stop.
+        # Otherwise a node whose workers cannot save does not ask whether all were told to stop.
         own += ["--requeue-on", "143"]
         for name in ("squeue", "scontrol"):
             (folder / name).symlink_to(shutil.which("false") or "/bin/false")
@@ -766,7 +766,7 @@ def main() -> int:
 
 
 def enter_own_network() -> bool:
-    """Whether nobody else uses the loopback interface: root has this program run again, in a namespace of its own."""
+    """Whether no one else uses the loopback interface. As root, this program runs again, in its own namespace."""
     if os.environ.get(IN_OWN_NETWORK):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         return True

@@ -37,7 +37,7 @@ WINDOW = 1000
 TENSOR_WINDOW = 8
 SMALLEST, LARGEST = 4 << 10, 4 << 20
 SAMPLE_EVERY = 0.1
-# Of a phase's samples. Until then each kind of memory has been asked for as often as it will be.
+# The warm-up's share of a phase's samples. By its end every kind of memory has been requested as much as it ever will be.
 WARM_UP = 0.3
 MOST_GROWTH = 0.05
 KINDS = ("RssAnon", "RssShmem", "VmRSS")
@@ -52,7 +52,7 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def small_calls(count: int, told: Any) -> None:
-    """In windows: while one is answered, the next is on its way."""
+    """Make calls in windows: while one is answered, the next is on its way."""
     windows: deque[tuple[int, list[Any]]] = deque()
     made = 0
     while made < count or windows:
@@ -89,7 +89,7 @@ PHASES = {"small calls": small_calls, "tensors": tensors}
 
 
 def work(rank: int, meeting: str, transport: str, plan: dict[str, int], line: Connection) -> None:
-    """A process of the group; the first one calls and says how far it is."""
+    """A process of the group. The first one makes the calls and reports how far it is."""
     torch.set_num_threads(1)
     options = rpc.NativeRpcBackendOptions(
         init_method=f"file://{meeting}", transports=(transport,), bind="127.0.0.1"
@@ -126,7 +126,7 @@ def memory(pid: int) -> dict[str, int]:
 
 
 class Sampler:
-    """Looks at two processes until it is told to stop."""
+    """Samples two processes until told to stop."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids

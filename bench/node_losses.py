@@ -3,11 +3,11 @@
     python bench/node_losses.py --losses 2
     python bench/node_losses.py --output bench/results/node_losses.json
 
-Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a fifth one that waits. A
-supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host, which has waited for a while,
-takes its place, and the lost one is started again and waits. Time is counted until the last survivor has completed its first step with all
-others after the recovery, which takes a while itself: from the instant at which the first supervisor reports the loss (``known``), and from
-the fault. See bench/README.md.
+Four hosts (network namespaces, which need root and iproute2) have a supervisor and two workers each, and a fifth one waits. A
+supervisor, a whole node or the node with the store is killed, or a host's cable is cut. The fifth host, which has waited for a
+while, takes the lost one's place; the lost one is started again and waits. Time is measured from the moment the first supervisor
+reports the loss (``known``), and from the fault, until the last survivor has completed its first step with all others after the
+recovery. That step itself takes a while. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ KILLED = ("supervisor killed", "node killed", "node with the store killed")
 SILENT = ("cable cut", "cable of the store cut")
 KINDS = (*KILLED, *SILENT)
 _OF_THE_STORE = ("node with the store killed", "cable of the store cut")
-# More than any run has.
+# More than any run makes.
 STEPS = 1_000_000
-# Seconds that are promised: from a known loss, and beyond the lease where a host is silent.
+# Promised seconds: from a known loss, and beyond the lease if a host is silent.
 KNOWN, BEYOND = 0.5, 0.5
 _WAITS = "waiting as a spare"
 
 
 class AnyHost(SessionHost):
-    """A host of a job whose endpoint names all five: any of them may serve the store in the end."""
+    """A host of a job whose endpoint names all five: any of them may end up serving the store."""
 
     def words(self) -> list[str]:
         words = super().words()
@@ -141,10 +141,10 @@ def known_at(events: Path, since: float) -> float | None:
 
 
 def lose(kind: str, hosts: Hosts, board: Board, events: Path) -> tuple[float | None, float, bool]:
-    """One loss.
+    """Cause one loss.
 
     Returns:
-        Seconds until the last survivor has stepped, from a known loss and from the fault; whether survivors kept their process.
+        Seconds until the last survivor has stepped, from a known loss and from the fault; whether survivors kept their processes.
     """
     host = hosts.choose(kind)
     theirs = {process.pid for process in host.tree()}
@@ -165,7 +165,7 @@ def lose(kind: str, hosts: Hosts, board: Board, events: Path) -> tuple[float | N
 
     beyond_next = [position + 1 for _, position, _ in before]
     until(lambda: all_are_beyond(beyond_next), f"{kind}: survivors step again")
-    # A step that was completed with the lost ranks' gradients is none after the loss.
+    # A step that was completed with the lost ranks' gradients is not one after the loss.
     complete = recovered_step(events, at)
     until(lambda: all_are_beyond([complete] * RANKS), f"{kind}: survivors step again")
     until(lambda: all(last > at for _, _, last in board.lines()), f"{kind}: all step")

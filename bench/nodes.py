@@ -1,4 +1,4 @@
-"""Several supervisors on one host: how soon their workers have met, and what a supervisor takes; beside torchrun. Prints JSON.
+"""Several supervisors on one host: how soon their workers meet, and a supervisor's memory, compared with torchrun; prints JSON.
 
     python bench/nodes.py --quick
     python bench/nodes.py --output bench/results/nodes.json
@@ -42,7 +42,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
 TIMEOUT = 120.0
-# The most that a supervisor may take, and the most of the earlier version's time.
+# The most memory that a supervisor may take, and the largest share of the earlier version's time.
 MOST_MIB, MOST_OF_BEFORE = 30.0, 0.65
 
 

@@ -1,18 +1,18 @@
-"""What it costs a job to be watched, and how soon one who looks at it sees something; prints JSON.
+"""What it costs a job to be watched, and how soon an observer sees something; prints JSON.
 
     python bench/operations.py --output bench/results/operations.json
     python bench/operations.py --turns 100
 
-Two jobs train the same small model with DDP in two workers each, a few steps in turn, so neighbours saw the same machine. One has
-everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top` looks at it.
-The other one has nothing on. Compared is each turn of the first with the mean of the two of the other one around it. On a shared machine
-turns vary by a tenth, so it takes thousands of them. Pairs of jobs differ as well, by up to 2 %: so there are many.
+Two jobs train the same small model with DDP in two workers each, a few steps in turn, so neighbouring turns saw the same machine.
+One has everything on: it is watched for hangs and slow ranks, reports each step, writes events, logs and metrics, and `rally top`
+looks at it. The other has nothing on. Each turn of the first is compared with the mean of the other's two turns around it. On a
+shared machine turns vary by a tenth, so it takes thousands of them. Pairs of jobs also differ, by up to 2 %, so there are many.
 
-Those who watch delay the steps of both jobs, by no more than the time that they use. So how much of a core that is comes on top.
+The watchers delay the steps of both jobs, by no more than the CPU time they use. So their share of a core is added on top.
 
-The cost is added up as well: what a worker takes to report a step, what its collectives take longer, and those who watch.
+The cost is also added up from its parts: reporting a step in a worker, its slower collectives, and the watchers.
 
-Then one job has 64 workers, for `rally stacks`, `rally top` and `rally ps`.
+Finally, one job has 64 workers, for `rally stacks`, `rally top` and `rally ps`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from turns import FIRST, SECOND, SETTLING, Turns, compare, median_error, take
 
 WORKERS = 2
 TURN = 5  # steps
-PART = 1000  # turns for which there is one line of progress
-# The template of workers that would start again has been imported once a job's processes use so little of a core.
+PART = 1000  # turns per line of progress
+# Once a job's processes use this little of a core, the template for restarted workers has been imported.
 IDLE = 0.02
 MANY = 64
 TOP = 20.0  # seconds
@@ -52,7 +52,7 @@ OFF_FLAGS = ("--hang-after", "0", "--slow-after", "0", "--progress", "off")
 
 
 def train(mine: int, folder: Path, turns: int) -> None:
-    """So many turns; rank 0 writes down what each one took."""
+    """Train for ``turns`` turns. Rank 0 records how long each one took."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +60,7 @@ def train(mine: int, folder: Path, turns: int) -> None:
     import rallypoint
 
     torch.set_num_threads(1)
-    # A core for each worker: a step varies much more while threads move from one to the other.
+    # A core for each worker: a step varies much more if threads move between cores.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     dist.init_process_group("gloo")
@@ -72,7 +72,7 @@ def train(mine: int, folder: Path, turns: int) -> None:
     times, collectives, reports, step = [], [], [], 0
     one = torch.zeros(1)
     for _turn in take(folder, mine, rank, turns):
-        dist.all_reduce(one)  # both ranks begin together
+        dist.all_reduce(one)  # both ranks start together
         spent = 0.0
         for _ in range(TURN):
             began = time.monotonic()
@@ -85,7 +85,7 @@ def train(mine: int, folder: Path, turns: int) -> None:
             asked = time.monotonic()
             if mine == ON:
                 rallypoint.progress(step, loss=value)
-            reports.append(time.monotonic() - asked)  # of both: their memory is compared
+            reports.append(time.monotonic() - asked)  # in both jobs: their memory is compared
             spent += time.monotonic() - began
         times.append(spent / TURN)
         began = time.monotonic()
@@ -98,7 +98,7 @@ def train(mine: int, folder: Path, turns: int) -> None:
 
 
 def wait(folder: Path) -> None:
-    """One of many workers: it has what they have, and waits."""
+    """One of many workers: sets itself up like the others, and waits."""
     import torch
     import torch.distributed as dist
 
@@ -116,14 +116,14 @@ def _mark_of(folder: Path, rank: int) -> Path:
 
 
 def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
-    """Of so many pairs of jobs, each with so many turns."""
+    """The cost, from ``pairs`` pairs of jobs with ``turns`` turns each."""
     # The job that starts first may have its memory in better places.
     found = [_pair(turns, (ON, OFF) if at % 2 else (OFF, ON), progress) for at in range(pairs)]
     of_pairs = [statistics.median(ratios) for _, _, ratios, *_ in found]
     one, two, ratios, reports, longer, cores, threads, private = (
         [each for pair in found for each in pair[part]] for part in range(8)
     )
-    # DDP makes one collective of these gradients, and a loss is often averaged.
+    # DDP needs one collective for these gradients, and averaging the loss often takes another.
     own = statistics.median(reports) + 2 * max(0.0, statistics.median(longer))
     watchers, by_turns = statistics.median(cores), statistics.median(ratios)
     return {
@@ -144,8 +144,8 @@ def cost(pairs: int, turns: int, progress: Progress) -> dict[str, Any]:
 
 
 def _pair(turns: int, order: Sequence[int], progress: Progress) -> tuple[list[float], ...]:
-    """Mean steps of each turn with nothing on, and with everything; the ratios of neighbours, less 1; what a report takes; how much
-    longer a collective takes with everything on; the cores of those who watch; more threads and MiB with everything on."""
+    """The mean step of each turn with nothing on, and with everything; the ratios of neighbouring turns, less 1; how long a
+    report takes; how much longer a collective takes with everything on; the watchers' cores; extra threads and MiB."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
         both = Turns(folder, WORKERS)
@@ -200,14 +200,14 @@ def _await_idle(jobs: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _cores(pids: Sequence[int], seconds: float) -> float:
-    """How much of a core these processes use, taken together."""
+    """How many cores these processes use in all."""
     before, began = sum(map(_cpu, pids)), time.monotonic()
     time.sleep(seconds)
     return (sum(map(_cpu, pids)) - before) / (time.monotonic() - began)
 
 
 def _others(supervisor: int) -> list[int]:
-    """The processes of a job but for its workers."""
+    """The processes of a job except its workers."""
     from rallypoint._core import process
 
     workers = _workers_of(supervisor)
@@ -215,7 +215,7 @@ def _others(supervisor: int) -> list[int]:
 
 
 def _held(supervisor: int) -> tuple[int, float]:
-    """The most threads of a worker, and the mean of their private memory in MiB."""
+    """The highest number of threads in a worker, and the mean of the workers' private memory in MiB."""
     workers = _workers_of(supervisor)
     threads = [len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in workers]
     private = []
@@ -305,7 +305,7 @@ def _seconds(*words: str) -> float:
 
 
 def _top(supervisor: int) -> tuple[float, float]:
-    """How much of a core `rally top` takes on a terminal, without its start, and the supervisor meanwhile."""
+    """How much of a core `rally top` uses on a terminal, apart from its start, and the supervisor meanwhile."""
     ours, theirs = pty.openpty()
     command = subprocess.Popen(
         [str(BIN / "rally"), "top", str(supervisor)],
@@ -336,7 +336,7 @@ def _drain(fd: int) -> None:
 
 
 def _cpu(pid: int) -> float:
-    """The CPU seconds of its threads, to the nanosecond."""
+    """The CPU seconds of a process's threads, to the nanosecond."""
     total = 0
     with suppress(FileNotFoundError):  # a process or thread that has ended meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -18,7 +18,7 @@ COLOURS = {
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Four panels: start, restart, memory, answers of the command line."""
+    """Four panels: start, restart, memory, response times of the command line."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Rival and store to name, colour.
+# (rival, store) -> name, colour.
 LINES = {
     ("rally", "tcpstore"): ("rallypoint, TCPStore", "#1b6ca8"),
     ("torch", "tcpstore"): ("torch c10d, TCPStore", "#e07b39"),
@@ -18,7 +18,7 @@ LINES = {
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Three panels, both axes logarithmic: time, operations and bytes of a node, by number of nodes."""
+    """Three panels with logarithmic axes: time, operations and bytes per node, by number of nodes."""
     import matplotlib as mpl
 
     mpl.use("Agg")

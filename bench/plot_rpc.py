@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Rival to name, colour.
+# Rival -> name, colour.
 BARS = {
     "rallypoint": ("rallypoint.rpc", "#1b6ca8"),
     "tensorpipe": ("torch.distributed.rpc (TensorPipe)", "#e07b39"),

@@ -2,10 +2,10 @@
 
     python bench/ray_kills.py --kills 20 --output bench/results/ray_kills.json
 
-A head without room for bundles and three raylets, all on this machine; a ``RallyTrainer`` of one to three nodes whose workers
-all-reduce in a loop and note their steps. A raylet is killed (every process of it, as if its machine lost power), the job has to
-train on without it within ``PATIENCE``; a new raylet comes, and the job has to grow again. At the end the job is told to
-finish, must end well, and no process may be left. The exit code is 1 if anything failed.
+A head without room for bundles and three raylets run on this machine. The workers of a ``RallyTrainer`` of one to three nodes
+all-reduce in a loop and record their steps. When a raylet is killed (with all its processes, as if its machine lost power), the
+job must train on without it within ``PATIENCE``. When a new raylet joins, the job must grow again. At the end the job is told to
+finish; it must succeed, and no process may be left. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Trainer:
         return bool(notes) and int(notes[-1].name.split("-")[2]) == size
 
     def wait_for(self, size: int) -> float | None:
-        """Seconds until the job trains with so many workers; None: not in time."""
+        """Seconds until the job trains with this size; None: not in time."""
         began = time.monotonic()
         while time.monotonic() - began < PATIENCE:
             if self.problem:
@@ -95,7 +95,7 @@ class Trainer:
         return None
 
     def finish(self) -> bool:
-        """Whether the job ends well."""
+        """Tell the job to finish. Returns whether it succeeds."""
         (self._folder / "finish").touch()
         self._thread.join(PATIENCE)
         return not self._thread.is_alive() and not self.problem
@@ -108,7 +108,7 @@ class Trainer:
 
 
 def left(mark: bytes) -> list[str]:
-    """Command lines of processes that this run has started, but for this one."""
+    """Command lines of processes that this run has started, except this one."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -174,7 +174,7 @@ def main() -> int:
     words = parser.parse_args()
     if (
         "RALLY_BENCH" not in os.environ
-    ):  # in the environment of this process too, which others inherit
+    ):  # set from the start, so that others inherit it from this process
         os.environ["RALLY_BENCH"] = str(os.getpid())
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.execv(sys.executable, [sys.executable, *sys.argv])

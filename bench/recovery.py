@@ -3,10 +3,10 @@
     python bench/recovery.py --quick
     python bench/recovery.py --output bench/results/recovery.json --plot bench/results/recovery.png
 
-DistributedDataParallel and Adam, with 1 and with 100 million parameters, and with a script that pays 3 s of set-up. A worker is
-killed at a random instant, again and again in the same job. Side by side: a session of rallypoint.elastic, `rally run` that
-restarts all workers, torchrun that does, and, where they are installed, torchft and NVRx's in-process restart. Also the cost of a
-session in a step, and how fast the state of 100 million parameters arrives. See bench/README.md.
+DistributedDataParallel and Adam, with 1 and with 100 million parameters, and with a script that needs 3 s of set-up. A worker is
+killed at a random instant, again and again in the same job. Compared are a session of rallypoint.elastic, `rally run` and
+torchrun, which restart all workers, and, if installed, torchft and NVRx's in-process restart. Also measured: what a session
+costs per step, and how fast the state of 100 million parameters arrives. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from rallypoint.control.client import connect
 
 
 WORKERS = 4
-# One line of the board for each rank: pid, steps it has completed, when it completed the last one, and the first one behind its
-# newest recovery, if it knows of any.
+# One line of the board for each rank: its pid, how many steps it has completed, when it completed the last one, and when the
+# first one after its newest recovery, if it knows of any.
 LINE = struct.Struct("=qqdd")
 GIVE_UP = 120.0
-# Steps of a job without a loss, of which the first are not counted.
+# Steps of a job without a loss, and how many of the first ones are not counted.
 CALM_STEPS, WARM_UP = 260, 60
 # Parameters of a large model: 100 million. The state of Adam is twice that.
 LARGE = 10_000
-# What those that are not ours are tried with: a part of the name, width, seconds of set-up.
+# The cases for rivals: a part of the name, width, seconds of set-up.
 RIVALS = (("", 1000, 0.0), (", 3 s of set-up", 1000, 3.0))
-# Seconds that are promised: without a spare; with one, for four and for eight workers.
+# Promised seconds: without a spare; with one, for four and for eight workers.
 WITHOUT_SPARE = 0.4
 WITH_SPARE, WITH_SPARE_OF_8 = 0.2, 0.25
 
@@ -122,7 +122,7 @@ if rank == 0:
 os._exit(0)
 """
 
-# A bare copy between two processes of this host: one writes shared memory, the other copies it out of there.
+# A bare copy between two processes on this host: one writes shared memory, and the other copies from it.
 COPY = """
 import mmap, os, sys, time
 size = int(sys.argv[1])
@@ -168,7 +168,7 @@ def command(
 
 
 class Board:
-    """What the workers say of themselves, in memory that they share."""
+    """What the workers report about themselves, in shared memory."""
 
     def __init__(self, folder: Path, workers: int = WORKERS) -> None:
         self._workers = workers
@@ -181,7 +181,7 @@ class Board:
         return [LINE.unpack_from(self._map, rank * LINE.size) for rank in range(self._workers)]
 
     def wait(self, what: Any, job: Job) -> list[tuple[int, int, float, float]] | None:
-        """The lines once ``what`` holds of them; a bench may poll what it measures."""
+        """The lines once ``what`` is true of them; a bench may poll what it measures."""
         end = time.monotonic() + GIVE_UP
         while time.monotonic() < end and job.popen.poll() is None:
             lines = self.lines()
@@ -192,7 +192,7 @@ class Board:
 
 
 def await_spares(job: Job, count: int) -> None:
-    """Wait until so many spares wait in the session."""
+    """Wait until ``count`` spares wait in the session."""
     supervisor = connect(str(job.popen.pid))
     end = time.monotonic() + GIVE_UP
     while time.monotonic() < end:
@@ -209,8 +209,8 @@ class Seen:
 
     Args:
         survivors_s, all_s: seconds from each kill to the next step of the survivors, and of all.
-        lost: steps that were done and had to be done again.
-        kept: all survivors have kept their process.
+        lost: completed steps that had to be repeated.
+        kept: whether all survivors kept their processes.
     """
 
     survivors_s: list[float] = field(default_factory=list)
@@ -230,7 +230,7 @@ def losses(
     workers: int = WORKERS,
     spares: int = 0,
 ) -> dict[str, Any]:
-    """One job whose workers are killed one after the other; with NVRx, which replaces none and does not survive rank 0, one job each."""
+    """One job whose workers are killed one by one. NVRx replaces none and does not survive losing rank 0: one job per kill."""
     seen, chance, told = Seen(), random.Random(7), list[str]()
     replaces = mode != "nvrx"
     for first in range(1) if replaces else range(kills):
@@ -300,7 +300,7 @@ def lose(
                 furthest = max(step for _, step, *_ in board.lines())
 
                 def back(lines: Any, ranks: list[int], at: float = at, was: Any = before) -> bool:
-                    # A step that was completed after the kill with the lost one's gradient is not a recovery.
+                    # A step completed after the kill, but with the lost worker's gradient, is not a recovery.
                     return all(
                         recovered > at
                         or (last > at and (pid != was[rank][0] or step > was[rank][1] + 1))
@@ -392,7 +392,7 @@ def main() -> int:
             for more, width, setup in RIVALS[: 1 if quick else None]
         ),
     ]
-    # Workers, seconds of set-up, spares, kills, seconds that are promised.
+    # Workers, seconds of set-up, spares, kills, promised seconds.
     promises = {
         "session, a spare, 3 s of set-up": (WORKERS, 3.0, 1, 1 if quick else 8, WITH_SPARE),
         **({} if quick else {"session, a spare, 3 s, 8 workers": (8, 3.0, 1, 8, WITH_SPARE_OF_8)}),
@@ -401,7 +401,7 @@ def main() -> int:
     if options.spares:
         cases = []
     turns = 0 if options.spares else 1 if quick else 7
-    # Each job has a line of progress, and each kill.
+    # Each job and each kill has a line of progress.
     lines = sum(count + (count if mode == "nvrx" else 1) for _, _, mode, *_, count in cases)
     lines += sum(1 + count for *_, count, _ in promises.values())
     progress = Progress(lines + 2 * turns + (not quick))
@@ -428,7 +428,7 @@ def main() -> int:
             spent[mode].append(steps(mode, CALM_STEPS) * 1000)
     calm = result["step_ms"] = {mode: spread(each) for mode, each in spent.items()}
     ratios = [mine / theirs for mine, theirs in zip(spent["session"], spent["plain"], strict=True)]
-    # Whether it is 1 % at most, as promised, these few turns cannot tell: session_steps.py does.
+    # These few turns cannot show whether it is at most 1 %, as promised; session_steps.py can.
     result["step_ratio"] = spread(ratios)
     found = rows["session"]["all_next_step_s"]["median"]
     result["ratio_to_restart"] = ratio(
@@ -466,7 +466,7 @@ def main() -> int:
 
 
 def plot(rows: dict[str, Any], path: Path) -> None:
-    """Seconds from the kill to the next step of all, for each case."""
+    """Seconds from the kill to the next step of all workers, for each case."""
     import matplotlib as mpl
 
     mpl.use("agg")

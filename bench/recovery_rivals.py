@@ -1,9 +1,9 @@
-"""The training of recovery.py with torchft and with NVRx's in-process restart: their survivors keep their process, too.
+"""The training of recovery.py with torchft and with NVRx's in-process restart, whose survivors also keep their processes.
 
     pip install -c constraints.txt torchft-nightly nvidia-resiliency-ext
 
-Both are used as their documentation shows, with their defaults, except for what is said below. Each worker is a replica of torchft,
-with a manager of its own, and one that is lost is started again. NVRx has no launcher in this mode, and goes on with those who are left.
+Both are used as their documentation shows, with their defaults, except where noted below. With torchft, each worker is a replica
+with its own manager, and a lost one is started again. NVRx has no launcher in this mode, and continues with those that are left.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 
-# What of each must be there.
+# The module that each needs.
 MODULES = {"torchft": "torchft", "nvrx": "nvidia_resiliency_ext"}
-# As in recovery.py: pid, steps it has completed, when it completed the last one; of recoveries they tell nothing.
+# As in recovery.py: pid, steps it has completed, when it completed the last one. They report nothing about recoveries.
 LINE = struct.Struct("=qqdd")
 # Gloo's operations cannot be aborted, so NVRx waits until they time out: 30 minutes by default.
 NVRX_TIMEOUT = timedelta(seconds=5)
@@ -40,7 +40,7 @@ def command(kind: str, workers: int, width: int, setup: float) -> list[str]:
 
 
 def run(kind: str, workers: int, width: str, setup: str) -> None:
-    """Start the workers, and until there is a file named stop, those of torchft again that are lost."""
+    """Start the workers. Until there is a file named stop, start lost workers of torchft again."""
     folder, env = Path(os.environ["NOTES"]), dict(os.environ)
     if kind == "torchft":
         from torchft.coordination import LighthouseServer
@@ -114,7 +114,7 @@ def with_torchft(net: Any, x: Any, note: Callable[[int], None]) -> None:
         optimizer.zero_grad()
         model(x).sum().backward()
         optimizer.step()
-        if manager.current_step() > step:  # else it was not committed
+        if manager.current_step() > step:  # otherwise it was not committed
             step = manager.current_step()
             note(step)
 
@@ -150,7 +150,7 @@ def with_nvrx(net: Any, x: Any, note: Callable[[int], None]) -> None:
             done[0] += 1
             note(done[0])
 
-    # Text would not be taken for the type.
+    # A string would not be recognized as the type.
     train.__annotations__["call"] = inprocess.CallWrapper
     inprocess.Wrapper()(train)()
 

@@ -3,8 +3,8 @@
     python bench/rendezvous.py --quick
     python bench/rendezvous.py --output bench/results/rendezvous.json --plot bench/results/rendezvous.png
 
-Nodes are threads of 8 processes and use one real store, which another process serves. A node is the handler that the
-launcher of each node would have. Competitors alternate. See bench/README.md.
+Nodes are threads in 8 processes and use one real store, which another process serves. A node is the handler that each node's
+launcher would have. Competitors alternate. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 
-# c10d warns in C++ of every wait that ends without its key. Must be set before torch is imported.
+# c10d's C++ code warns about every wait that ends without its key. Must be set before torch is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch.distributed as dist
@@ -65,16 +65,16 @@ IDLE_SECONDS = 5.0
 LIMIT = 120.0
 # torch notices a loss after 15 s, and makes its next round after the last call.
 TORCH_LOSS_SIZES = [16, 64, 256]
-# Beyond that the beats of all nodes alone keep two cores busy, and nodes count as lost that only wait for their turn.
+# With more, the heartbeats of all nodes alone keep two cores busy, and nodes that only wait for their turn count as lost.
 MOST_FOR_LOSS = 2048
 LEASE = 5.0
-# Thousands of threads need little each.
+# Bytes per thread: each of the thousands needs little.
 STACK = 512 * 1024
 # A thread that waits for the interpreter's lock wakes up this often to ask for it; at Python's own 5 ms
-# hundreds of threads in one process would do little else. (Both rivals alike; a real node has a process.)
-# With fewer threads it stays as it is: torch's nodes need their turn often.
+# hundreds of threads in one process would do little else. (Both rivals alike; a real node has its own process.)
+# With fewer threads Python's interval stays: torch's nodes need their turn often.
 SWITCH_INTERVAL, MOST_THREADS_AT_PYTHONS_OWN = 0.1, 64
-# Connections that were closed keep their ports for a minute.
+# Closed connections keep their ports for a minute.
 PORTS, PORTS_PER_NODE = 26000, 6
 
 
@@ -83,7 +83,7 @@ PORTS, PORTS_PER_NODE = 26000, 6
 
 @dataclass(slots=True)
 class Tally:
-    """Of one connection, or of several that one node has."""
+    """The counts of one connection, or of several of one node."""
 
     operations: int = 0
     sent_and_read: int = 0
@@ -95,7 +95,7 @@ class Tally:
 
 
 def _size(value: Any) -> int:
-    """Bytes of keys and values; frames around them are left out, for all alike."""
+    """Bytes of keys and values, without the frames around them, for all rivals alike."""
     match value:
         case bytes() | str():
             return len(value)
@@ -112,7 +112,7 @@ class CountedC10d:
         self._store, self._tally = store, tally
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)  # asks nobody
+        self._store.set_timeout(timeout)  # sends no request
 
     def __getattr__(self, name: str) -> Any:
         call, note = getattr(self._store, name), self._tally.note
@@ -121,14 +121,14 @@ class CountedC10d:
 
 @dataclass
 class Tallies:
-    """The connection of rounds, and that of the pulse."""
+    """The counts of the connection for rounds, and of that for the pulse."""
 
     main: Tally = field(default_factory=Tally)
     pulse: Tally = field(default_factory=Tally)
 
 
 class CountedTcpHome(TcpHome):
-    """Counts what its connections, and their clones, ask of c10d's server."""
+    """Counts the requests of its connections, and of their clones, to c10d's server."""
 
     def __init__(self, host: str, port: int, tallies: Tallies) -> None:
         super().__init__([(host, port)], silence=LEASE, is_host=False, say=_silent)
@@ -139,7 +139,7 @@ class CountedTcpHome(TcpHome):
 
 
 def _counted(store: TcpStore, tally: Tally, of_clones: Tally) -> TcpStore:
-    """Has its connection note each request, and so those of its clones."""
+    """Makes the store's connection count each request, and likewise those of its clones."""
     clone, exchange = store.clone, store._exchange  # noqa: SLF001
     inner: Any = store
 
@@ -191,7 +191,7 @@ class Spec:
     nodes: int
     endpoint: str
     run_id: str
-    # Each process meets the store under an address of its own: one address has too few ports for 4096 nodes.
+    # Each process reaches the store at its own address: one address has too few ports for 4096 nodes.
     address: str = "127.0.0.1"
     idle: float = 0.0
     loss: bool = False
@@ -248,7 +248,7 @@ class OurNode:
         handler._settings = replace(handler._settings, min_nodes=least)  # noqa: SLF001
 
     def die(self) -> None:
-        """As if the process had ended: nothing is said, sockets are closed."""
+        """As if the process had ended: sockets are closed, and nothing is sent."""
         handler = self._handler
         assert handler is not None
         handler._connection.close(leaving=False)  # noqa: SLF001
@@ -264,9 +264,9 @@ class TorchNode:
         self._handler: Any = None
 
     def create(self) -> None:
-        """As c10d_rendezvous_backend.create_backend does, with a store whose calls are counted."""
+        """Like c10d_rendezvous_backend.create_backend, with a store whose calls are counted."""
         spec = self.spec
-        # A name server that does not answer at once would cost torch 5 s for each connection (pytorch#150532).
+        # A name server that does not answer at once would cost torch 5 s per connection (pytorch#150532).
         with resolver.without_name_servers():
             store = dist.TCPStore(
                 spec.address,
@@ -294,7 +294,7 @@ class TorchNode:
             self.rank = self._handler.next_rendezvous().rank
 
     def allow_loss(self) -> None:
-        # The settings are one object that the handler's parts share, and it is frozen.
+        # The handler's parts share one settings object, which is frozen.
         object.__setattr__(self._handler.settings, "min_nodes", self.spec.nodes - 1)
 
     def die(self) -> None:
@@ -305,7 +305,7 @@ class TorchNode:
 
 
 class Crowd:
-    """The nodes of one process. Told what to do through a pipe, answers with what was measured."""
+    """The nodes in one process. Receives commands through a pipe, and answers with measurements."""
 
     def __init__(self, pipe: Connection, spec: Spec, numbers: range) -> None:
         self._pipe, self._spec = pipe, spec
@@ -375,7 +375,7 @@ class Crowd:
         ]
 
     def _idle(self, seconds: float) -> list[tuple[float, float]]:
-        """Operations and bytes of each node per second."""
+        """Each node's operations and bytes per second."""
         before, began = self._counts(), time.monotonic()
         time.sleep(seconds)
         after, took = self._counts(), time.monotonic() - began
@@ -383,7 +383,7 @@ class Crowd:
         return [((b[0] - a[0]) / took, (b[1] - a[1]) / took) for a, b in pairs]
 
     def _lose(self, victim: int) -> dict[str, Any]:
-        """One node dies; who notices begins the next round, the others when they hear of it."""
+        """One node dies. Nodes start the next round when they notice, or when they hear of it."""
         nodes = [node for node in self._nodes if node.number != victim]
         for node in self._nodes:
             node.tallies.main.operations = node.tallies.main.sent_and_read = 0
@@ -411,7 +411,7 @@ class Crowd:
         died = time.monotonic()
         for node in self._nodes:
             if node.number == victim:
-                # The waits of all processes have begun by then.
+                # By then all processes wait.
                 time.sleep(0.5)
                 died = time.monotonic()
                 node.die()
@@ -424,7 +424,7 @@ class Crowd:
         return {**self._finish(threads), "died": died if len(nodes) < len(self._nodes) else None}
 
     def _wait_for_call(self) -> None:
-        """The launcher of every node waits for the next round's call; here one for each process."""
+        """Every node's launcher waits for the next round's call; here one per process does."""
         records = self._nodes[0]._handler.records.clone()  # noqa: SLF001
         records.wait("1/call", 30.0)
         records.close()
@@ -439,17 +439,17 @@ def crowd(pipe: Connection, spec: Spec, numbers: range) -> None:
     threading.stack_size(STACK)
     if len(numbers) > MOST_THREADS_AT_PYTHONS_OWN:
         sys.setswitchinterval(SWITCH_INTERVAL)
-    # What torch's import has made is shared with the process that forked us: looking through it all for
-    # garbage would copy it, in the middle of the measurement.
+    # The objects of torch's import are shared with the process that forked us: collecting garbage among
+    # them would copy them, during the measurement.
     gc.collect()
     gc.freeze()
     with contextlib.suppress(EOFError, OSError):
         Crowd(pipe, spec, numbers).run()
-    os._exit(0)  # thousands of threads are not waited for
+    os._exit(0)  # do not wait for thousands of threads
 
 
 def serve(pipe: Connection) -> None:
-    """c10d's server, in a process of its own."""
+    """c10d's server, in its own process."""
     raise_limits()
     listener = socket.create_server(("", 0), backlog=4096)
     port = listener.getsockname()[1]
@@ -460,7 +460,7 @@ def serve(pipe: Connection) -> None:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    # As the node that serves the store does; its introduction is for others to read, and says nothing here.
+    # As the node that serves the store does. Its introduction is for others to read, and means nothing here.
     store.set("rally-guests/host", b"a benchmark")
     pipe.send(port)
     with contextlib.suppress(EOFError, OSError):
@@ -476,7 +476,7 @@ def raise_limits() -> None:
 
 # -- one measurement ------------------------------------------------------------------------------
 
-# Its server has torch imported, and forks: a process is there in milliseconds. (It does not find this file.)
+# The fork server imports these, so that a process starts in milliseconds. (It cannot find this file.)
 PRELOADED = [
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "rallypoint.rendezvous.backends.etcd_store",
@@ -501,7 +501,7 @@ def child(target: Any, *args: Any) -> Iterator[Connection]:
 
 
 class Places:
-    """Stores, one kind at a time; each run has one of its own, or a name of its own in it."""
+    """Stores, one kind at a time. Each run has its own store, or its own name in one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -571,10 +571,10 @@ def wait_for_ports(nodes: int) -> None:
 
 
 def measure(places: Places, kind: str, backend: str, nodes: int, idle: bool, loss: bool) -> Any:
-    """One run of one rival with so many nodes. Figures are in seconds from the common start."""
+    """One run of one rival with ``nodes`` nodes. Figures are in seconds from the common start."""
     wait_for_ports(nodes)
     with contextlib.ExitStack() as stack:
-        # Closed in the opposite order: the server ends first, so that its side keeps the used-up ports.
+        # Closed in reverse order: the server ends first, so that its side keeps the used-up ports.
         per_process = [range(i, nodes, PROCESSES) for i in range(PROCESSES)]
         server = contextlib.ExitStack()
         endpoint = server.enter_context(places.open(backend))
@@ -589,7 +589,7 @@ def measure(places: Places, kind: str, backend: str, nodes: int, idle: bool, los
         stack.enter_context(server)
         for pipe in pipes:
             _receive(pipe, 60)
-        time.sleep(0.5)  # threads that were just made are all waiting by now
+        time.sleep(0.5)  # by now all new threads are waiting
         began = time.monotonic()
         found: dict[str, Any] = {"first": _all(pipes, "first", began)}
         complete = found["first"]["nodes"] == nodes
@@ -735,7 +735,7 @@ def _row(kind: str, backend: str, nodes: int, results: list[dict[str, Any]]) -> 
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The promises of the rendezvous, with what was measured; None where this run did not measure it."""
+    """The promises of the rendezvous, with the measured values; None if this run did not measure it."""
 
     def row(kind: str, nodes: int) -> dict[str, Any]:
         key = (kind, "tcpstore", nodes)
@@ -745,7 +745,7 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return row(kind, nodes).get("first", {}).get("to_last_node_s", {})
 
     def growth(part: str, name: str, least: int) -> float | None:
-        """The largest of all numbers of nodes, divided by that of ``least`` nodes."""
+        """The largest value for any number of nodes, divided by that for ``least`` nodes."""
         ours = [r for r in rows if (r["rival"], r["backend"]) == ("rally", "tcpstore")]
         found = {r["nodes"]: r[part][name]["median"] for r in ours if part in r}
         base = found.get(least)

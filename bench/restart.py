@@ -4,8 +4,8 @@
     python bench/restart.py --output bench/results/restart.json
 
 Four workers, DistributedDataParallel, Adam, one million parameters, a checkpoint per step. One worker after the other is
-killed in the same job. With the learned preload, with ``--preload``, with neither, and with
-torchrun. Then first starts in turn, with the learned preload and without it: learning must not make them slower. See bench/README.md.
+killed in the same job: with the learned preload, with ``--preload``, with neither, and with torchrun. Then first starts
+alternate with and without the learned preload: learning must not make them slower. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKERS = 4
 SETTLE, STEPS = 10.0, 1.0
 GIVE_UP = 90.0
 LIMIT = 0.5
-# First starts of each kind; how much longer one may take, as a median: less than runs differ by themselves.
+# First starts of each kind, and how much longer the median may be with learning: less than runs vary anyway.
 STARTS, SLOWER = 6, 1.03
 
 TRAIN = """
@@ -75,7 +75,7 @@ os._exit(0)
 def measure(
     command: list[str], kills: int, progress: Progress, name: str, seed: int, **env: str
 ) -> dict[str, Any]:
-    """One job: the time to its first step, and from each kill to the step of the last worker."""
+    """One job: the time to its first step, and from each kill to the last worker's next step."""
     draw = random.Random(seed)
     first: list[float] = []
     again: list[float] = []
@@ -114,7 +114,7 @@ def measure(
 
 
 def first_starts(count: int, progress: Progress) -> dict[str, Any]:
-    """Seconds from the command to the first step of the last worker, in turn with the learned preload and without it."""
+    """Seconds from the command to the last worker's first step, alternating with and without the learned preload."""
     seen: dict[str, list[float]] = {"learns": [], "does_not": []}
     commands = {"learns": RALLY, "does_not": [*RALLY, "--no-learned-preload"]}
     for turn in range(count):

@@ -82,7 +82,7 @@ KINDS: dict[str, str] = {
     "does not come to a monitored_barrier": "time.sleep(60)",
     "hangs": "time.sleep(60)",
 }
-# What the others do with the error that the loss of a peer is for them.
+# What the others do with the error that they get when a peer is lost.
 OTHERS: dict[str, str] = {
     "raise": "raise",
     "wrap": "raise RuntimeError('the training step failed') from error",
@@ -91,7 +91,7 @@ OTHERS: dict[str, str] = {
     "print and _exit": "traceback.print_exc(); sys.stderr.flush(); os._exit(1)",
     "clean up": "time.sleep(random.uniform(0, 1)); dist.destroy_process_group(); raise",
 }
-# Seen in the report beside the rank; by default the mark, which is in the message.
+# What the report must show besides the rank; by default the mark, which is in the message.
 SHOWN = {
     "SIGKILL": "SIGKILL",
     "SIGSEGV": "SIGSEGV",
@@ -158,7 +158,7 @@ LONGEST = 150.0  # seconds for one job
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is drawn."""
+    """A random fault."""
 
     kind: str
     others: str
@@ -175,11 +175,11 @@ def draw(source: random.Random, kind: str) -> Fault:
     others = source.choice(list(OTHERS))
     return Fault(
         kind=kind,
-        # The barrier's own message is lost where it is replaced.
+        # The barrier's own message is lost if the error is replaced.
         others="raise" if "monitored_barrier" in kind else others,
         nodes=nodes,
         workers=workers,
-        # Rank 0 itself watches over a monitored barrier.
+        # Rank 0 itself monitors the barrier.
         rank=source.randint("monitored_barrier" in kind, nodes * workers - 1),
         step=source.choice([0, 1, source.randint(2, 300)]),
         start=source.choice(["forkserver"] * 5 + ["exec"]),
@@ -221,12 +221,12 @@ def run(fault: Fault, folder: Path) -> dict[str, Any]:
     seconds = round(time.monotonic() - began, 2)
     reports = [judge(fault, folder, node_rank) for node_rank in range(fault.nodes)]
     wrong = [why for why in reports if why]
-    reached = (folder / "reached").exists()  # else the job never got so far: nothing to judge
+    reached = (folder / "reached").exists()  # if not, there is nothing to judge
     return {**asdict(fault), "codes": codes, "seconds": seconds, "reached": reached, "wrong": wrong}
 
 
 def judge(fault: Fault, folder: Path, node_rank: int) -> str:
-    """Why a node's report is wrong; or nothing."""
+    """Why a node's report is wrong; empty if it is right."""
     said = (folder / f"stderr-{node_rank}").read_text(errors="replace")
     _, found, report = said.partition("rally: the job failed")
     files = list((folder / f"logs-{node_rank}").glob("*/report.json"))
@@ -237,7 +237,7 @@ def judge(fault: Fault, folder: Path, node_rank: int) -> str:
     shown = SHOWN.get(fault.kind, MARK)
     if (
         fault.kind == "hangs" or "monitored_barrier" in fault.kind
-    ):  # nobody can tell; but who was left says where to look
+    ):  # no one can know the cause, but the report must show this rank
         right = f"rank {fault.rank} {shown}" in flat
     else:
         right = root is not None and root["rank"] == fault.rank and shown in flat

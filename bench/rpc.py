@@ -41,7 +41,7 @@ from rpc_functions import digest, discard, echo, exchange, nothing
 OURS, THEIRS = "rallypoint", "tensorpipe"
 RIVALS = {OURS: "rallypoint.rpc", THEIRS: "torch.distributed.rpc"}
 SAME_HOST, TCP = "same host", "tcp"
-# Beside init_method. On the same host both choose for themselves: a Unix socket, TensorPipe's shared memory.
+# Besides init_method. On the same host each makes its own choice: a Unix socket, TensorPipe's shared memory.
 OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     (OURS, SAME_HOST): {},
     (OURS, TCP): {"transports": ["tcp"]},
@@ -49,14 +49,14 @@ OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     (THEIRS, TCP): {"_transports": ["uv"], "_channels": ["basic"]},
 }
 
-# Of TCP between ours, the default second: what is offered in the handshake, and options.
+# For TCP between ours (the second is the default): what the handshake offers, and options.
 PROTECTIONS: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "tcp, unprotected": (("none",), {}),
     "tcp, MAC": (None, {}),
     "tcp, MAC by SHA-256": (("sha-256",), {}),
     "tcp, TLS": (None, {"tls": True}),
 }
-# Groups of ours over Unix sockets: what they have in common is the user, or a secret.
+# Our groups over Unix sockets, whose members share only the user, or a secret.
 OVER_UNIX: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
     "uds, no secret": (None, {"transports": ("uds",), "insecure": True}),
     "uds, secret": (None, {"transports": ("uds",), "secret": "a secret for this benchmark"}),
@@ -65,13 +65,13 @@ OVER_UNIX: dict[str, tuple[tuple[str, ...] | None, dict[str, Any]]] = {
 MIB = 2**20
 SIZES = [1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 ONE_WAY = "one way"
-# The same tensor back need not be copied back; another one must be.
+# If the same tensor comes back, it need not be copied; another one must be.
 WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     ONE_WAY: discard,
     "there and back": echo,
     "there, another back": exchange,
 }
-# What else is large, beside a tensor of the same size.
+# Other large values, compared with a tensor of the same size.
 KINDS: dict[str, Callable[[int], Any]] = {
     "NumPy": lambda size: np.ones(size // 4, np.float32),
     "bytes": bytes,
@@ -86,7 +86,7 @@ NEWCOMERS = 7
 # A command that takes longer has failed.
 TIMEOUT = 45.0
 STARTS = 4
-# Starts are repeated until so much time has gone: TensorPipe's take long where others need the cores too.
+# Starts are repeated for this long: TensorPipe's take long if others need the cores too.
 SECONDS_OF_STARTS = 12.0
 
 
@@ -94,7 +94,7 @@ SECONDS_OF_STARTS = 12.0
 
 
 class Rank:
-    """One process of a group; the public methods are what the parent may ask of it."""
+    """One process of a group. The parent may have its public methods called."""
 
     def __init__(self, rival: str, transport: str, rank: int) -> None:
         self._rpc = importlib.import_module(RIVALS[rival])
@@ -112,7 +112,7 @@ class Rank:
             seals, chosen = protections[self._transport]
             chosen = {**OPTIONS[OURS, TCP], **chosen}
             if seals is not None:
-                # No option asks for these: they are here to be compared with.
+                # No option selects these; they are here for comparison.
                 importlib.import_module("rallypoint.wire.auth").SEALS = lambda: seals  # type: ignore[attr-defined]
         else:
             chosen = OPTIONS[self._rival, self._transport]
@@ -134,13 +134,13 @@ class Rank:
         return self._times(lambda: self._rpc.rpc_sync(name(1), nothing), count, warm_up)
 
     def tensor(self, num_bytes: int, way: str, count: int, warm_up: int) -> list[float]:
-        """Seconds of each call that takes a tensor there, or one there and one back."""
+        """Seconds of each call that sends a tensor, or sends one and gets one back."""
         x = self._of_bytes(num_bytes)
         function = WAYS[way]
         return self._times(lambda: self._rpc.rpc_sync(name(1), function, (x,)), count, warm_up)
 
     def other(self, kind: str, num_bytes: int, count: int, warm_up: int) -> list[float]:
-        """Seconds of each call that takes an array or bytes there and back."""
+        """Seconds of each call that sends an array or bytes and gets the same back."""
         x = KINDS[kind](num_bytes)
         return self._times(lambda: self._rpc.rpc_sync(name(1), echo, (x,)), count, warm_up)
 
@@ -152,7 +152,7 @@ class Rank:
             raise ValueError(f"a tensor of {num_bytes} bytes has not come back as it was sent")
 
     def asynchronous(self, seconds: float) -> float:
-        """Calls per second, in windows of so many that are out at once."""
+        """Calls per second, in windows of calls that are under way at once."""
         calls, began = 0, time.perf_counter()
         while (took := time.perf_counter() - began) < seconds:
             futures = [self._rpc.rpc_async(name(1), nothing) for _ in range(WINDOW)]
@@ -212,7 +212,7 @@ class Rank:
         return found
 
     def _times_within(self, to: Callable[[], str], start_in: float, seconds: float) -> list[float]:
-        """Of the empty calls that ended within ``seconds``."""
+        """Seconds of each empty call that ended within ``seconds``."""
         time.sleep(start_in)
         found: list[float] = []
         until = time.perf_counter() + seconds
@@ -239,7 +239,7 @@ def rank_main(
 ) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    warnings.simplefilter("ignore")  # torch's own word on its older interfaces
+    warnings.simplefilter("ignore")  # torch warns about its older interfaces
     torch.set_num_threads(1)
     worker: Rank | None = None
     while True:
@@ -288,7 +288,7 @@ class Group:
             raise
 
     def init(self, meeting: str) -> float:
-        """A static group; seconds from the first process' beginning until the last one is in."""
+        """Form a static group. Returns the seconds from the first process's start until the last one is in."""
         return length(self.ask(range(self.size), "init", meeting, self.size))
 
     def shutdown(self) -> float:
@@ -308,7 +308,7 @@ class Group:
                 raise Failed(f"rank {rank} is gone") from error
 
     def answers(self, ranks: Sequence[int], timeout: float = TIMEOUT) -> list[Any]:
-        """In the order of ``ranks``; the first that fails is all that is heard of."""
+        """The answers in the order of ``ranks``. The first failure is raised at once."""
         until = time.monotonic() + timeout
         waiting = {self.pipes[rank]: rank for rank in ranks}
         found: dict[int, Any] = {}
@@ -328,7 +328,7 @@ class Group:
         return [found[rank] for rank in ranks]
 
     def cpu_seconds(self) -> float:
-        """Used so far by all processes."""
+        """CPU time used so far by all processes."""
         ticks = 0
         for process in self._processes:
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -357,7 +357,7 @@ class Group:
 
 
 def length(spans: Sequence[tuple[float, float]]) -> float:
-    """All processes are on one host and read the same clock."""
+    """From the first start to the last end. All processes are on one host and read the same clock."""
     return max(ended for _, ended in spans) - min(began for began, _ in spans)
 
 
@@ -368,12 +368,12 @@ def new_meeting() -> str:
 
 
 Block = Callable[[Group], Any]
-# What each rival's blocks gave, or why there is nothing.
+# What each rival's blocks returned, or why there is nothing.
 Found = dict[str, "list[Any] | Failed"]
 
 
 class Duel:
-    """A group of each rival, of one size and transport, that take turns."""
+    """A group of each rival, of one size and transport, which take turns."""
 
     def __init__(self, context: Any, transport: str, size: int, kind: type[Rank] = Rank) -> None:
         self._context, self._transport, self._size, self._kind = context, transport, size, kind
@@ -405,7 +405,7 @@ class Duel:
 
     @contextmanager
     def _on_its_own(self, rival: str) -> Iterator[Group]:
-        """Every group is stopped outside of this block."""
+        """A rival's group, running. Outside this block every group is stopped."""
         if rival in self._groups:
             self._groups[rival].resume()
         else:
@@ -442,7 +442,7 @@ class Duel:
 
 
 def latency(blocks: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Of all calls; the 99th percentile is the median of the blocks' own: a burst of somebody else's hits a few."""
+    """The latency of all calls. The 99th percentile is the median over blocks, since a burst of other load hits only a few."""
     us = [[1e6 * each for each in block] for block in blocks if len(block) > 1]
     if not us:
         return {"failed": "no two calls within the time"}
@@ -546,7 +546,7 @@ def measure_busy(duel: Duel, scale: Scale, transport: str) -> list[dict[str, Any
 
 
 def measure_idle(duel: Duel, scale: Scale, transport: str) -> list[dict[str, Any]]:
-    """Processor time of a process that nobody calls."""
+    """CPU time of a process that gets no calls."""
 
     def block(group: Group) -> float:
         time.sleep(0.2)
@@ -563,8 +563,8 @@ def measure_tensors(num_bytes: int) -> Callable[[Duel, Scale, str], list[dict[st
         mib = num_bytes // MIB
         # A turn lasts about as long for every size.
         each = max(2, min(25, scale.repeats * 64 // mib))
-        # One of up to 16 MiB lasts a tenth of a second, and what the memory of a shared machine gives changes from one second
-        # to the next: so there are more of them.
+        # One of up to 16 MiB lasts a tenth of a second, and a shared machine's memory bandwidth changes from one second to the
+        # next, so there are more of them.
         turns = 2 if scale is QUICK else -(-10 // each) if mib > 64 else 16 if mib <= 16 else 4
         rows = []
         for way in WAYS:
@@ -681,7 +681,7 @@ def measure_init(
 def measure_join(
     context: Any, members: dict[str, int], scale: Scale, progress: Progress
 ) -> list[dict[str, Any]]:
-    """A process joins a group that has so many members, then the next one does."""
+    """Once a group has as many members as ``members`` says, processes join it one after the other."""
     found: Found = {}
     for rival in RIVALS:
         progress.step(f"one joins {members[rival]} ({rival})")
@@ -739,10 +739,10 @@ def measure(
     members: dict[str, int],
     scale: Scale,
 ) -> list[dict[str, Any]]:
-    # Inherited by the ranks: no name server, no interface but the loopback, no word on peers that were killed.
+    # Inherited by the ranks: no name server, no interface but the loopback, no messages about killed peers.
     os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
     context = multiprocessing.get_context("forkserver")
-    # The ranks are forked from a process that has imported what it can; what cannot be imported they say themselves.
+    # The ranks are forked from a process that has imported what it can; they themselves report what cannot be imported.
     context.set_forkserver_preload([module for module in RIVALS.values() if importable(module)])
     progress = Progress(len(steps) + len(inits) + len(RIVALS) * bool(members))
     rows: list[dict[str, Any]] = []
@@ -775,7 +775,7 @@ def importable(module: str) -> bool:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What we fail at does not hold; what the other fails at, or this run left out, is null."""
+    """A target that we fail does not hold; one that the rival fails, or that this run left out, is null."""
 
     def find(what: str, transport: str, unit: str) -> dict[str, Any]:
         for each in rows:

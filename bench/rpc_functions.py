@@ -26,7 +26,7 @@ _others: dict[int, Tensor] = {}
 
 
 def exchange(x: Tensor) -> Tensor:
-    """Another tensor of the same size, that is kept here: what comes back must be copied."""
+    """Another tensor of the same size, which is kept here, so that the reply must be copied."""
     other = _others.get(x.numel())
     if other is None:
         other = _others[x.numel()] = x.clone()
@@ -34,5 +34,5 @@ def exchange(x: Tensor) -> Tensor:
 
 
 def digest(x: Tensor) -> int:
-    """Every element counts: was all of it there when the function ran?"""
+    """The sum of every element, to check that all of it was there when the function ran."""
     return int(x.sum().item())

@@ -3,8 +3,8 @@
     python bench/secret.py --quick
     python bench/secret.py --output bench/results/secret.json
 
-A launch is `rally run` with an elastic job of one node (so --insecure has an effect) until it exits: of `true` as a program,
-because the import of torch would take most of the time and bring nearly all of the noise, and of an empty script.
+A launch is `rally run` with an elastic job of one node (so --insecure has an effect) until it exits. Two kinds are measured:
+`true` as a program, because importing torch would take most of the time and cause nearly all of the noise, and an empty script.
 The calls are empty ones between two processes: in groups with a secret, and in groups that rely on their user's key. The
 two sides of each comparison take turns.
 """
@@ -71,7 +71,7 @@ def launches(count: int, progress: Progress, *, program: bool) -> list[dict[str,
 
 
 def calls(pairs: int, count: int, progress: Progress) -> dict[str, Any]:
-    """Processes differ by some per cent for as long as they live: so there are many pairs of groups, all of them new."""
+    """Measure calls, in many new pairs of groups: processes differ by a few per cent for as long as they live."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rallypoint.rpc"])
     medians: dict[str, list[float]] = {each: [] for each in OVER_UNIX}

@@ -1,13 +1,13 @@
-"""What a session costs a step, beside the same training without one; prints JSON.
+"""What a session costs per step, compared with the same training without one; prints JSON.
 
     python bench/session_steps.py --output bench/results/session_steps.json
     python bench/session_steps.py --pairs 2
     python bench/session_steps.py --gpu --pairs 1 --turns 40 --output bench/results/session_steps_gpu.json
 
-Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with snapshots as often as a session takes
-them by default), Adam, a million parameters. Both jobs train in turn, five steps each (see turns.py). Two jobs that do the same differ by a
-few per cent for as long as they live, so several pairs are started, one after another, and which of the two begins changes. With --gpu it
-is one worker over NCCL, which waits for the GPU after each backward pass in a session, and 134 million parameters.
+Two workers on a core each, DistributedDataParallel (replicated state) and FSDP2 (sharded state, with a session's default interval
+of snapshots), Adam, a million parameters. The two jobs take turns of five steps each (see turns.py). Two identical jobs differ by
+a few per cent for as long as they live, so several pairs are started, one after another, and the two alternate in going first.
+With --gpu there are 134 million parameters and one worker over NCCL, which in a session waits for the GPU after each backward.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from turns import FIRST, SECOND, Turns, compare, mean, take
 
 
 WORKERS = 2
-STEPS = 5  # of a turn
+STEPS = 5  # per turn
 FEWEST = 40
 GIVE_UP = 120.0
-# How much more a step in a session may take.
+# How much longer a step in a session may take.
 ALLOWED = {"ddp": 0.01, "fsdp2": 0.02}
 
 
 def train(kind: str, job: int, folder: Path, turns: int, *, with_session: bool, gpu: bool) -> None:
-    """A worker; rank 0 writes down the seconds of a step in each turn."""
+    """A worker. Rank 0 records the seconds per step in each turn."""
     import os
 
     import torch
@@ -129,7 +129,7 @@ def measure(kind: str, pairs: int, turns: int, progress: Progress, *, gpu: bool)
 
 
 def train_in_turn(kind: str, turns: int, in_session: int, *, gpu: bool) -> list[list[float]]:
-    """Seconds of a step in each turn of both jobs, of which one has a session."""
+    """Seconds per step in each turn of both jobs, one of which has a session."""
     with tempfile.TemporaryDirectory() as base, ExitStack() as stack:
         folder = Path(base)
         workers = 1 if gpu else WORKERS
@@ -147,7 +147,7 @@ def train_in_turn(kind: str, turns: int, in_session: int, *, gpu: bool) -> list[
             _must_run(jobs)
             assert time.monotonic() < until, "the workers do not begin"
             time.sleep(0.1)
-        time.sleep(5.0)  # what the supervisors do behind a start
+        time.sleep(5.0)  # for what the supervisors do after a start
         both.begin()
         while both.done() < turns:
             _must_run(jobs)

@@ -1,15 +1,15 @@
-"""Random events in a row on one elastic job of a real Slurm cluster; prints JSON.
+"""A series of random events on one elastic job of a real Slurm cluster; prints JSON.
 
     python bench/slurm_events.py --cluster "sudo ./lab.sh" --events 30 --seed 7 --output bench/results/slurm_events.json
 
-``--cluster`` is a command with which a test cluster is driven: ``CMD login WORDS…`` runs a program on the login node,
+``--cluster`` is the command that controls a test cluster: ``CMD login WORDS…`` runs a program on the login node,
 ``CMD kill-node K`` stops node K as if its power failed, ``CMD start-node K`` starts it again. The cluster has nodes cn1 to
 cn4, a default partition whose jobs are requeued when preempted, and a partition ``high`` that preempts. A requeued job waits
 two minutes by default: ``AuthInfo=…,cred_expire=10`` in slurm.conf shortens that.
 
 The job of up to four nodes trains with gloo, commits a checkpoint every ten steps, and a last one when it gets SIGTERM. Events:
 scancel, requeue, preemption, the time limit, a node is killed, a node comes back. After each the job must train again
-within ``PATIENCE``, not below the last committed step; where Slurm gave grace, the last checkpoint must have been written.
+within ``PATIENCE``, not below the last committed step; if Slurm gave grace, the last checkpoint must have been written.
 The exit code is 1 if anything failed.
 """
 
@@ -92,7 +92,7 @@ class Cluster:
         self.down: list[int] = []
         self._gone: set[int] = (
             set()
-        )  # nodes that the job has lost: Slurm gives it none of them back
+        )  # nodes that the job has lost, which Slurm does not give back to it
         self.job = ""
         (folder / "train.py").write_text(TRAIN)
         (folder / "job.sh").write_text(
@@ -146,7 +146,7 @@ class Cluster:
             case "resume node":
                 while self.down:
                     node = self.down.pop()
-                    # It is not to be started for a job that has lost it.
+                    # A job that lost this node does not get it back, so it stays in _gone.
                     self._start(node)
 
     def _start(self, node: int) -> None:
@@ -155,7 +155,7 @@ class Cluster:
         subprocess.run(words, stdin=out, stdout=out, stderr=out, timeout=60, check=False)
 
     def push(self) -> None:
-        """A job that has ended is submitted again; one that is requeued waits as long as ``AuthInfo=cred_expire`` says."""
+        """Submit the job again if it has ended. A requeued one waits as long as ``AuthInfo=cred_expire`` says."""
         if self.state() in {"CANCELLED", "TIMEOUT", "FAILED", "COMPLETED", "NODE_FAIL"}:
             self.submit()
 
@@ -176,7 +176,7 @@ def trains_again(cluster: Cluster, seen: int, restarts: bool) -> tuple[list[dict
 
 
 def judge(kind: str, before: list[dict[str, Any]], new: list[dict[str, Any]]) -> dict[str, Any]:
-    """What an event has cost: committed steps below which the job resumed, and whether it saved at the end."""
+    """What an event cost: how many committed steps were lost, and whether the job saved at the end."""
     saved = [each["step"] for each in before if each["what"] != "start"]
     lost = 0
     for each in new:
@@ -189,7 +189,7 @@ def judge(kind: str, before: list[dict[str, Any]], new: list[dict[str, Any]]) ->
 
 
 def allowed(kind: str, cluster: Cluster) -> bool:
-    # Slurm notices a dead node after a while, and would start a job on it until then.
+    # Slurm takes a while to notice a dead node, and until then would start a job on it.
     if kind == "resume node":
         return bool(cluster.down)
     if kind == "kill node":
@@ -222,7 +222,7 @@ def main() -> int:
             if time.monotonic() > end:
                 break
             kinds = [each for each in KINDS if allowed(each, cluster)]
-            # The rarest kinds first: each is to happen about as often.
+            # The rarest kinds first, so that all happen about equally often.
             kind = min(kinds, key=lambda each: (counts[each], choice.random()))
             progress.step(kind)
             before = cluster.log()

@@ -3,8 +3,8 @@
     python bench/soak.py --quick
     python bench/soak.py --output bench/results/soak.json --seed 7
 
-Each trial starts a job of 2 to 8 workers that run all-reduces in a loop. In half of the jobs, workers have children, daemons, and children
-that ignore SIGTERM. At a random moment between the first instant and some time into the loop, the trial kills the
+Each trial starts a job of 2 to 8 workers that run all-reduces in a loop. In half of the jobs, workers have children, daemons, and
+children that ignore SIGTERM. At a random moment between the first instant and some time into the loop, the trial kills the
 supervisor, the fork server, the store or a worker with SIGKILL. Two seconds later no process of the job may be left.
 The exit code is 1 if anything failed. See bench/README.md.
 """
@@ -41,7 +41,7 @@ from jobs import (
 GONE_WITHIN = 2.0
 MAX_WORKERS = 8
 VICTIMS = ("supervisor", "fork server", "worker", "store")
-# From the command to the loop of collectives, here: moments are drawn from twice this.
+# Seconds from the command to the loop of collectives, on this machine. Moments are drawn from twice this.
 STARTS_WITHIN = {"forkserver": 1.5, "exec": 3.0}
 END_TIMEOUT = 60.0
 
@@ -95,7 +95,7 @@ os._exit(0)
 
 @dataclass
 class Trial:
-    """One kill, and what became of it."""
+    """One kill, and its outcome."""
 
     number: int
     method: str
@@ -117,7 +117,7 @@ def draw(chance: random.Random, number: int, quick: bool) -> Trial:
         number=number,
         method=method,
         workers=2 if quick else chance.randint(2, MAX_WORKERS),
-        # Each in turn, so that few trials too kill each of them.
+        # Each in turn, so that even a few trials kill each of them.
         victim=VICTIMS[number % len(VICTIMS)],
         at=round(chance.uniform(0.0, 2 * STARTS_WITHIN[method]), 3),
         unpleasant=chance.random() < 0.5,
@@ -125,7 +125,7 @@ def draw(chance: random.Random, number: int, quick: bool) -> Trial:
 
 
 def find_victim(running: Job, trial: Trial, chance: random.Random) -> int | None:
-    """Its pid once it is there; the moment may have been drawn before that."""
+    """The victim's pid, once it exists: the moment drawn may be earlier."""
     if trial.victim == "supervisor":
         return running.popen.pid
     deadline = time.monotonic() + END_TIMEOUT
@@ -180,7 +180,7 @@ def kill_trial(trial: Trial, script: Path, folder: Path, chance: random.Random) 
 
 
 def check_end(trial: Trial, running: Job) -> str:
-    """What a living supervisor owes: the right exit code and one report that names the victim."""
+    """Check what a living supervisor owes: the right exit code, and one report that names the victim."""
     if trial.victim == "supervisor":
         return "" if trial.exit_code == -signal.SIGKILL else f"exit code {trial.exit_code}"
     expected = 128 + signal.SIGKILL if trial.victim == "worker" else 1

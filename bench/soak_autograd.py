@@ -3,13 +3,13 @@
     python bench/soak_autograd.py --faults 40
     python bench/soak_autograd.py --faults 2000 --seed 7 --output bench/results/soak_autograd.json
 
-The members of a dynamic group all do the same, over and over: open a context, call a chain of other members (some calls
+The members of a dynamic group all do the same, again and again: open a context, call a chain of other members (some calls
 take no part in the result), run the backward pass, compare the gradient with the known one, and sometimes step an
 optimizer over parameters of several members. Meanwhile members are killed and replaced, connections are broken, and
 members are stopped for a while, which delays all their messages, at random instants: in forward passes, backward passes
 and steps.
 
-Every so many faults the members pause. Then no context, backward pass, gradient or sent tensor may be left on any of
+Every 25 faults the members pause. Then no context, backward pass, gradient or sent tensor may be left on any of
 them. The exit code is 1 if something was left, a gradient was wrong, an error unexpected, or a step took too long.
 """
 
@@ -52,7 +52,7 @@ TIMEOUT = 20.0
 LATE = 2 * TIMEOUT
 PATIENCE = 30.0
 BETWEEN_PAUSES = 25
-# Seconds. Members notice the loss of another one later than that.
+# Seconds, fewer than members need to notice the loss of another one.
 STOPPED = 0.05, 1.0
 
 
@@ -62,7 +62,7 @@ weight = torch.nn.Parameter(torch.ones(4))
 
 
 class Slow(torch.autograd.Function):
-    """So that faults also hit backward passes."""
+    """Slows backward passes down, so that faults hit them as well."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -87,7 +87,7 @@ def my_weight() -> rpc.RRef[torch.Tensor]:
 
 
 class Member:
-    """What runs in a member's process. Its main thread serves commands, another one trains."""
+    """What runs in a member's process. Its main thread executes commands, and another one trains."""
 
     def __init__(self, name: str, seed: int) -> None:
         self._name = name
@@ -142,7 +142,7 @@ class Member:
         with autograd.context() as context_id:
             loss = rpc.rpc_sync(chain[0], hop, (x, chain[1:], seconds), timeout=TIMEOUT).sum()
             if self._chance.random() < 0.3:
-                rpc.rpc_sync(chain[0], hop, (x, [], 0.0), timeout=TIMEOUT)  # takes no part
+                rpc.rpc_sync(chain[0], hop, (x, [], 0.0), timeout=TIMEOUT)  # not in the result
             autograd.backward(context_id, [loss], timeout=TIMEOUT)
             found = autograd.get_gradients(context_id)[x]
             if not bool((found == float(2 ** len(chain))).all()):
@@ -198,7 +198,7 @@ class Member:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 one = socket.socket(fileno=os.dup(int(name)))
-                # Those of the agent have an address; the pipe to the driver has none.
+                # The agent's sockets have an address; the pipe to the driver has none.
                 if one.getpeername() or (one.family == socket.AF_UNIX and one.getsockname()):
                     sockets.append(one)
                 else:
@@ -214,7 +214,7 @@ def live(pipe: Connection, name: str, rank: int, seed: int, meeting: str) -> Non
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     torch.set_num_threads(1)
-    # Errors of functions are printed; there are many.
+    # Functions' errors are printed, and there are many.
     printed = os.open(_printed(meeting, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 2)
     faulthandler.enable()
@@ -245,7 +245,7 @@ def live(pipe: Connection, name: str, rank: int, seed: int, meeting: str) -> Non
 
 
 def _printed(meeting: str, name: str) -> Path:
-    """Where a member prints."""
+    """The file that a member prints to."""
     return Path(meeting.removeprefix("file://")).with_name(f"{name}.stderr")
 
 

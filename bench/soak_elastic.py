@@ -1,4 +1,4 @@
-"""Random faults in a row on one elastic job of four hosts; prints JSON.
+"""A series of random faults on one elastic job of four hosts; prints JSON.
 
     python bench/soak_elastic.py --faults 20
     python bench/soak_elastic.py --faults 200 --output bench/results/soak_elastic.json --seed 7
@@ -45,7 +45,7 @@ from jobs import RALLY, Progress, machine, publish, spread
 HOSTS = 4
 LEASE = 2.0
 PORT = 29400
-# The job must be training again with all hosts this long after a fault was mended.
+# The job must train again with all hosts within this many seconds after a fault was repaired.
 PATIENCE = 60.0
 MARK = "RALLY_SOAK_JOB"
 
@@ -102,7 +102,7 @@ while True:
 
 @dataclass
 class Notes:
-    """What the workers wrote, read as it grows."""
+    """What the workers write, read as it grows."""
 
     path: Path
     position: int = 0
@@ -194,7 +194,7 @@ class Host:
         return random.choice(workers) if workers else None
 
     def connections_served(self) -> int:
-        """How many connections from other hosts its supervisor has at ports where a store may be."""
+        """How many connections from other hosts its supervisor has on ports where a store may be."""
         assert self.process is not None
         found: list[Any] = psutil.Process(self.process.pid).net_connections("tcp")
         listening = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
@@ -204,7 +204,7 @@ class Host:
         )
 
     def served(self) -> int:
-        """How many connections there are to the job's store on this host; it may be served by a process of its own."""
+        """How many connections there are to the job's store on this host, which a separate process may serve."""
         assert self.process is not None
         found = 0
         for table in ("tcp", "tcp6"):  # of the host's network namespace
@@ -214,7 +214,7 @@ class Host:
         return found
 
     def connections(self) -> tuple[int, int]:
-        """Its supervisor's: at ports where it listens, and others."""
+        """How many connections its supervisor has on ports where it listens, and how many others."""
         assert self.process is not None
         proc = Path(f"/proc/{self.process.pid}")
         own = set()
@@ -295,7 +295,7 @@ def cut_cable(host: Host, network: Network) -> None:
 
 
 def blink(host: Host, network: Network) -> None:
-    """Shorter than the lease: nobody is lost."""
+    """Cut the cable for less than the lease: no host is lost."""
     network.cable(host.index, "down")
     time.sleep(LEASE * 0.3)
     network.cable(host.index, "up")
@@ -323,7 +323,7 @@ Blow = tuple[str, Callable[[], None]]
 
 
 def blows(name: str, hosts: list[Host], network: Network, rng: random.Random) -> Iterator[Blow]:
-    """What a fault consists of: whom it strikes, and how. After each the job must be whole again."""
+    """The blows of a fault: what each strikes, and how. After each the job must be whole again."""
     host = rng.choice(hosts)
     if name in FAULTS:
         yield f"host {host.index}", partial(FAULTS[name], host, network)
@@ -352,9 +352,9 @@ def kill_together(victims: list[Host]) -> None:
 
 
 def preempt_all(hosts: list[Host], network: Network) -> None:
-    """Each as soon as the one before has reached the job's store again, whether it is in a round or not.
+    """Preempt each host as soon as the previous one has reached the job's store again, whether or not it is in a round.
 
-    (Sooner, and nobody of the job would be left: it would be a new one, with generations from 0.)
+    (Any sooner, and no node of the job would be left: a new job would start, with generations from 0.)
     """
     for host in hosts:
         preempt(host, network)
@@ -440,7 +440,7 @@ def _wait_until_whole(
     patience: float,
     steps_beyond: int | None = None,
 ) -> bool:
-    """Until a generation after ``after`` trains with all hosts (or the same goes on, where that may be)."""
+    """Wait until a generation after ``after`` trains with all hosts (or the same one continues, if that is allowed)."""
     deadline = time.monotonic() + patience
     quiet_since = time.monotonic()
     while time.monotonic() < deadline:
@@ -475,7 +475,7 @@ def main() -> int:
     if not available():
         print("needs root and iproute2 for network namespaces", file=sys.stderr)
         return 2
-    # In the background of a script Ctrl-C is ignored, and so would it be by the launchers.
+    # A script's background jobs ignore Ctrl-C, and the launchers would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
     progress = Progress(args.faults)

@@ -1,15 +1,15 @@
-"""Random faults in a row on a session whose number of nodes changes; every sample must count once in every epoch; prints JSON.
+"""A series of random faults on a session whose number of nodes changes; every sample must count once per epoch; prints JSON.
 
     python bench/soak_resizes.py --faults 20
     python bench/soak_resizes.py --faults 200 --output bench/results/soak_resizes.json
 
-Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each, and a session that goes on with
-two to four of them (``in_place=True``, ``elastic.Sampler``, checkpoints). Faults are those of soak_session_nodes.py, but a host that was
-killed or preempted comes back at once, after 3 s or after 8 s, so the others go on with fewer ranks meanwhile, and with more again.
+Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each run a session that continues
+with two to four of them (``in_place=True``, ``elastic.Sampler``, checkpoints). Faults are those of soak_session_nodes.py, but a
+killed or preempted host returns at once, after 3 s or after 8 s. Meanwhile the others continue with fewer ranks, then with more.
 
-Each sample adds 1 to a number of its own in the model, on whichever rank it is trained. At the end each number must be that of the
-epochs, and all ranks must have the same model and optimizer, bit by bit. The exit code is 1 if not, if anything hangs, or if a process
-is left. See bench/README.md.
+Each sample adds 1 to its own number in the model, on whichever rank it is trained. At the end each must equal the number of
+epochs, and all ranks must have the same model and optimizer, bit by bit. The exit code is 1 if not, if anything hangs, or if a
+process is left. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from soak_session_nodes import (
 
 
 SAMPLES = 1024
-# Seconds until a host comes back.
+# Seconds until a host returns.
 ABSENCES = (0.0, 0.0, 3.0, 8.0)
 
 TRAIN = """
@@ -130,7 +130,7 @@ class ComingHost(Host):
 
 
 class Park:
-    """The hosts, some of which are to come back."""
+    """The hosts, some of which are due to return."""
 
     def __init__(self, hosts: list[ComingHost], network: Network, rng: random.Random) -> None:
         self.hosts, self._network, self._rng = hosts, network, rng
@@ -146,7 +146,7 @@ class Park:
         return len(self.present) == HOSTS
 
     def bring_back(self) -> None:
-        """Start those whose time has come, and those that have left by themselves (their workers were killed before they had met the others)."""
+        """Start hosts that are due, and those that left on their own (workers were killed before they had met the others)."""
         for host in self.hosts:
             if host not in self._due and not host.alive():
                 host.start()
@@ -157,7 +157,7 @@ class Park:
                 host.start()
 
     def take(self, hosts: list[ComingHost], number: signal.Signals) -> None:
-        """Kill or preempt hosts, at once."""
+        """Kill or preempt hosts at the same time."""
         for host in hosts:
             assert host.process is not None
             host.process.send_signal(number)
@@ -167,7 +167,7 @@ class Park:
             self._due[host] = time.monotonic() + self._rng.choice(ABSENCES)
 
     def strike(self, name: str) -> None:
-        """One fault. One host at least is left as it is: else it would be another job."""
+        """Cause one fault. At least one host is left alone, since otherwise a new job would start."""
         present = self._rng.sample(self.present, len(self.present))
         host, others = present[0], present[1:]
         match name:
@@ -196,7 +196,7 @@ class Park:
 
 
 def trains(folder: Path, park: Park, since: int, nodes: int = 2) -> bool:
-    """Wait until workers of so many nodes have completed a step behind an instant (of the clock of files)."""
+    """Wait until workers of ``nodes`` nodes have completed a step after ``since`` (by the clock of file times)."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         park.bring_back()
@@ -245,7 +245,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 while not park.is_complete:
                     park.bring_back()
                     time.sleep(0.05)
-                # Who comes when the job has ended would wait for another one.
+                # A host that arrives after the job has ended would wait for another one.
                 if not trains(folder, park, time.time_ns(), HOSTS):
                     hangs.append("behind the last fault")
             (folder / "stop").touch()

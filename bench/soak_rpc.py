@@ -1,4 +1,4 @@
-"""Random faults in a row on a group of processes that keep calling each other; prints JSON.
+"""A series of random faults on a group of processes that keep calling each other; prints JSON.
 
     python bench/soak_rpc.py --faults 100
     python bench/soak_rpc.py --faults 10000 --seed 7 --output bench/results/soak_rpc.json
@@ -56,28 +56,28 @@ from rallypoint.wire.transport import Way
 
 
 MEMBERS = 8
-# Fewer are not left to call each other.
+# At least this many are left to call each other.
 LEAST_ACTIVE = 5
 TRANSPORTS = (("memory", "uds", "tcp"), ("memory", "uds", "tcp"), ("tcp",), ("uds", "tcp"))
 JOIN_TIMEOUT = 30.0
-# Until calls that are under way at a quiet point have ended, and all that follows from them.
+# Seconds until calls under way at a quiet point have ended, with all that follows from them.
 PAUSE_PATIENCE = 20.0
 CENSUS_PATIENCE = 12.0
-# Of one that stands still amid large tensors: more than twice what a silent host is waited for.
+# How long a member is stopped amid large tensors: more than twice as long as a silent host is waited for.
 STILL_SECONDS = 12.0
-# So many at once.
+# The most that are stopped in this way at once.
 MOST_STANDING = 2
-# How long after the last refusal of a connection somebody may still be expelled for it.
+# How long after the last refusal of a connection a member may still be expelled for it.
 LATE_EXPULSION = 5.0
 
 
-# -- the nursery: forks members without importing torch anew ----------------------------------------
+# -- the nursery: forks members without importing torch again ---------------------------------------
 
 
 def nursery(line: socket.socket) -> None:
     """A process that forks members and reports their ends. Does not return."""
     line.settimeout(0.02)
-    # What is here now need not be looked through by any member's collections.
+    # Members' garbage collections need not go through what is here now.
     gc.collect()
     gc.freeze()
     while True:
@@ -120,7 +120,7 @@ class Process:
     pid: int = 0
     hello: dict[str, Any] | None = None
     stopped_since: float | None = None
-    # When new connections to it were refused last: then the others rightly take it for dead.
+    # When new connections to it were last refused: the others are then right to take it for dead.
     refused: float = 0.0
     stops: list[tuple[float, float]] = field(default_factory=list)
     killed: bool = False
@@ -145,7 +145,7 @@ class Process:
             self.control.sendall(json.dumps(command).encode() + b"\n")
 
     def stopped_within(self, begin: float, end: float) -> float:
-        """Seconds of this time in which it was stopped."""
+        """For how many seconds of this time it was stopped."""
         spans = list(self.stops)
         if self.stopped_since is not None:
             spans.append((self.stopped_since, end))
@@ -153,7 +153,7 @@ class Process:
 
 
 class Crowd:
-    """All members: starts them, hears what they say, notes what is wrong."""
+    """All members: starts them, receives their messages, records problems."""
 
     def __init__(self, seed: int, folder: Path, port: int, nursery_line: socket.socket) -> None:
         self.chance = random.Random(seed)
@@ -181,7 +181,7 @@ class Crowd:
             "port": self._port,
             "pause": 0.004,
             "transports": TRANSPORTS[number % len(TRANSPORTS)],
-            # Now and then too little, so that tensors take the other way.
+            # Now and then too little, so that tensors are sent without shared memory.
             "shared_memory_bytes": self.chance.choice((1 << 30, 64 << 20, 1 << 20)),
             "crashes": str(self._folder / "crashes"),
             "stacks": str(self._folder / f"stacks-{name}"),
@@ -199,7 +199,7 @@ class Crowd:
         return [each for each in self.everyone.values() if each.is_active]
 
     def listen(self, seconds: float) -> None:
-        """Hear what has been said, for so long."""
+        """Receive messages, for at most ``seconds``."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             if key.data is None:
                 self._hear_nursery()
@@ -223,7 +223,7 @@ class Crowd:
             if "name" in said:
                 self.everyone[said["name"]].pid = said["pid"]
                 continue
-            # Pids come again.
+            # Pids are reused.
             here = (each for each in self.everyone.values() if not each.ended)
             process = next((each for each in here if each.pid == said["pid"]), None)
             if process is None:
@@ -235,7 +235,7 @@ class Crowd:
             self._forget(process)
 
     def _forget(self, process: Process) -> None:
-        """It is gone; what it did counts still."""
+        """Forget a process that is gone. What it did still counts."""
         self._hear(process, last=True)
         with suppress(KeyError):
             self._selector.unregister(process.control)
@@ -294,7 +294,7 @@ class Crowd:
         self.note(kind, process, **facts)
 
     def stacks_of(self, process: Process) -> str:
-        """Where its threads are, as far as it can still say so."""
+        """Where its threads are, if it can still report that."""
         with suppress(OSError):
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1.0)
@@ -319,7 +319,7 @@ class Crowd:
 
 
 class Stranger:
-    """Somebody who connects to members and does not behave."""
+    """A program that connects to members and misbehaves."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = random.Random(chance.randrange(1 << 30))
@@ -335,7 +335,7 @@ class Stranger:
         return kind, tcp.connect(tuple(addresses["tcp"]), deadline, 5.0)
 
     def enter(self, process: Process, alias: Process | None = None) -> tuple[socket.socket, Any]:
-        """Prove the secret: perhaps under a member's name."""
+        """Prove the secret, perhaps under a member's name."""
         assert process.hello is not None
         hello = process.hello
         kind, sock = self.connect(process)
@@ -397,7 +397,7 @@ class Stranger:
         return "stranger's garbage"
 
     def silent(self, process: Process) -> str:
-        """Connects, says nothing or half of something, and stays."""
+        """Connects, sends nothing or half a message, and stays."""
         _, sock = self.connect(process)
         with sock:
             if self.chance.random() < 0.5:
@@ -406,7 +406,7 @@ class Stranger:
         return "silent stranger"
 
     def with_proof(self, process: Process, alias: Process | None) -> str:
-        """Garbage after the handshake. Its pickles are no valid ones: a member trusts those who know the secret."""
+        """Garbage after the handshake. Its pickles are invalid, since a member trusts peers that know the secret."""
         sock, channel = self.enter(process, alias)
         chance = self.chance
         deep = b"\xff" + chance.randbytes(chance.randint(0, 500))
@@ -414,7 +414,7 @@ class Stranger:
             sock.settimeout(0.3)
             match chance.randrange(8):
                 case 0:
-                    # Not a length that a member would take: it would wait for the rest.
+                    # Not a length that a member would accept, or it would wait for the rest.
                     data = b"\xff\xff\xff\xff" + chance.randbytes(chance.randint(20, 4096))
                 case 1:
                     kind = chance.choice((0, 13, 14, 20, 40, 255))
@@ -440,7 +440,7 @@ class Stranger:
                 case 6:
                     data = HEADER.pack(64, Kind.CALL, 0, 65535, 1, 0, 0) + bytes(64)
                 case _:
-                    # A call that is served after its caller has gone.
+                    # Calls that are served after their caller has gone.
                     call = pickle.dumps((calls.give, (1, 0, 4 << 20, True), None), 5)
                     data = b"".join(encode(Kind.CALL, n, call, time_left=2000)[0] for n in (1, 2))
             sock.sendall(data)
@@ -477,7 +477,7 @@ class Stranger:
 
 
 class Faults:
-    """Strikes, and undoes what is to be undone later."""
+    """Causes faults, and undoes them later where necessary."""
 
     def __init__(self, crowd: Crowd, seed: int) -> None:
         self.crowd = crowd
@@ -488,7 +488,7 @@ class Faults:
         self._running: list[Any] = []
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        # Members that stand still amid large tensors, and how many have done so to the end.
+        # Members that are stopped amid large tensors, and how many have been until the end.
         self._standing = 0
         self.stood = 0
 
@@ -496,13 +496,13 @@ class Faults:
         heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), act))
 
     def due(self) -> float:
-        """Undo what is due; seconds until the next is."""
+        """Undo what is due. Returns the seconds until the next one is due."""
         while self._later and self._later[0][0] <= time.monotonic():
             heapq.heappop(self._later)[2]()
         return self._later[0][0] - time.monotonic() if self._later else 1.0
 
     def undo_all(self) -> None:
-        """At once, but for those who stand still: they do so for as long as they are to."""
+        """Undo all at once, except that members stopped amid large tensors stay so for their full time."""
         while self._standing:
             time.sleep(max(0.0, self.due()))
         while self._later:
@@ -512,7 +512,7 @@ class Faults:
         self._running.clear()
 
     def strike(self) -> str | None:
-        """One fault on somebody; None if there is nobody for it now."""
+        """Cause one fault; None if there is no member for it now."""
         names = [name for name, _ in KINDS]
         name = self.chance.choices(names, [weight for _, weight in KINDS])[0]
         active = self.crowd.active()
@@ -547,12 +547,12 @@ class Faults:
                 victim.stops.append((victim.stopped_since, time.monotonic()))
                 victim.stopped_since = None
 
-        # Most are shorter than a call's time-out, some than nothing of it.
+        # Most are shorter than any call's time-out, some much shorter.
         self.later(self.chance.choice((0.02, 0.1, 0.3, 0.6, 1.5)), go_on)
         return True
 
     def _stand_still(self, victim: Process, active: list[Process]) -> bool:
-        """Two send it 64 MiB each, it sends as much, and is stopped for longer than a silent host would be waited for."""
+        """Two members send it 64 MiB each, it sends as much, and is stopped for longer than a silent host is waited for."""
         if len(active) <= LEAST_ACTIVE or self._standing >= MOST_STANDING:
             return False
         began = self.chance.uniform(0.0, 0.4)
@@ -639,7 +639,7 @@ KINDS = (
     ("reset", 36),
     ("kill", 9),
     ("stop", 9),
-    # Most are refused, since two stand still already.
+    # Most are refused, since two members are already stopped in this way.
     ("stand_still", 6),
     ("delay", 8),
     ("drop", 5),
@@ -664,7 +664,7 @@ class Soak:
         self.under_fire = 0.0
 
     def gather(self, question: str, answer: str, within: float, **more: Any) -> list[Process]:
-        """Ask all, and wait for all their answers; those who gave one."""
+        """Ask all members, and wait for their answers. Returns the members that gave one."""
         asked = [each for each in self.crowd.there() if each.hello is not None]
         for each in asked:
             each.answers.pop(answer, None)
@@ -687,7 +687,7 @@ class Soak:
         return [each for each in asked if answer in each.answers]
 
     def settle(self) -> None:
-        """Wait until as many members are there as there should be, and none is still coming."""
+        """Wait until there are as many members as there should be, and none is still joining."""
         until = time.monotonic() + JOIN_TIMEOUT
         while time.monotonic() < until:
             there = self.crowd.there()

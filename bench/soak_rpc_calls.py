@@ -26,21 +26,21 @@ from rallypoint import rpc
 from rallypoint.wire.remote_error import RemoteTraceback
 
 
-# Beyond its time-out a call may take so long to end, without the time in which its process did not come to run.
+# How long beyond its time-out a call may take to end, not counting time in which its process could not run.
 GRACE = 1.0
 WITNESS_EVERY = 0.02
-# From the overseer or the leader, by a worker and the loop of asyncio, to whoever waits.
+# Threads that an answer passes through: from the overseer or the leader, by a worker and asyncio's loop, to the waiting thread.
 HANDS = 4
 CALLERS = 3
-# Tensors are pieces of this: so either end can check every byte of any of them.
+# Tensors are pieces of a tensor of this length, so either end can check every byte of any of them.
 LENGTH = 16 << 20
 SMALLEST, LARGEST = 1 << 10, 8 << 20
 HELD_BYTES = 32 << 20
-# Those that are sent to one that stands still, and what such a call may take.
+# Bytes of the tensors that are sent to a member stopped meanwhile, and how long such a call may take.
 LARGE, LARGE_SECONDS = 64 << 20, 60.0
 TIMEOUTS = (0.5, 1.0, 2.0, 3.0)
 
-# A reference whose making has failed, or whose sender has gone before its owner had heard of it.
+# A reference whose creation has failed, or whose sender was gone before its owner heard of it.
 DEAD_REFERENCE = (
     "RRef creation via rpc.remote|was released before its owner heard|was never created"
 )
@@ -49,7 +49,7 @@ BASE = torch.empty(0, dtype=torch.uint8)
 
 
 def prepare(seed: int) -> None:
-    """Once, before any member is forked: they share it."""
+    """Called once, before any member is forked, so that all share the result."""
     global BASE  # noqa: PLW0603
     torch.set_num_threads(1)
     BASE = torch.randint(
@@ -61,11 +61,11 @@ def prepare(seed: int) -> None:
 
 
 class Given(Exception):
-    """A call ended with an error that a fault explains: the operation ends here."""
+    """A call ended with an error that a fault explains, which ends the operation."""
 
 
 class Ledger:
-    """Calls that are open, how those that ended have ended, and what was wrong."""
+    """The open calls, the outcomes of those that have ended, and what was wrong."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -82,12 +82,12 @@ class Ledger:
         self._said: Counter[str] = Counter()
         # Calls of :func:`send_large` that are under way.
         self.large = 0
-        # When this process did not come to run although it was to: begin and end, the latest last.
+        # When this process was runnable but could not run: begin and end, the latest last.
         self._starved: deque[tuple[float, float]] = deque(maxlen=500)
         self._due = math.inf
 
     def become(self, name: str) -> None:
-        """In a forked child, which answers for itself."""
+        """Start afresh in a forked child, which answers for itself."""
         self.name = name
         self._lock = threading.Lock()
         self._open.clear()
@@ -107,7 +107,7 @@ class Ledger:
     def call(
         self, operation: str, to: Any, seconds: float, began: float | None = None
     ) -> Iterator[None]:
-        """Around everything that waits for another process: it must end in time, and as it may."""
+        """Surrounds everything that waits for another process: it must end in time, with a permitted outcome."""
         number = next(self._numbers)
         entered = time.monotonic()
         until = max(entered, (entered if began is None else began) + seconds)
@@ -124,7 +124,7 @@ class Ledger:
             ended = time.monotonic()
             del self._open[number]
             self.outcomes[outcome] += 1
-            # Whoever waits for a core, or for the interpreter, cannot be in time: that is the machine's doing.
+            # A thread that waits for a core, or for the interpreter, cannot be in time: that is the machine's doing.
             starved = self.starved_within(until, ended) if ended > until + GRACE else 0.0
             if ended > until + GRACE + starved:
                 self.problem(
@@ -144,7 +144,7 @@ class Ledger:
         remote = isinstance(error.__cause__, RemoteTraceback)
         if self.expelled or isinstance(error, rpc.Expelled):
             return "expelled"
-        # What a callback of `then` raises is text to torch.
+        # torch turns what a callback of `then` raises into text.
         wrapped = re.search(r"(PeerLost|RpcTimeout|CallCancelled): ", str(error))
         if wrapped and type(error) is RuntimeError:
             return wrapped[1]
@@ -177,15 +177,15 @@ class Ledger:
             self.problem("wrong", operation=operation, to=str(to), got=repr(got)[:500])
 
     def starved_within(self, begin: float, end: float) -> float:
-        """What may have been lost in this time to others on the machine: the seconds in which a thread that had only slept,
-        and was to go on, did not come to run; for each of the threads through whose hands an answer goes.
+        """How much of this time may have been lost to others on the machine: the seconds in which a thread that only sleeps was
+        due but did not get to run, times the number of threads that an answer passes through.
         """
-        # It may still be kept from running while we do.
+        # The witness may still be kept from running while we run.
         spans = [*self._starved, (self._due, time.monotonic())]
         return HANDS * sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
 
     def witness(self) -> None:
-        """A thread: notes how long this process is kept from running."""
+        """A thread that records how long this process is kept from running."""
         while True:
             self._due = time.monotonic() + WITNESS_EVERY
             time.sleep(WITNESS_EVERY)
@@ -202,12 +202,12 @@ class Ledger:
             self.large -= 1
 
     def watch(self) -> None:
-        """A thread: says so when a call does not end at all."""
+        """A thread that reports calls that do not end at all."""
         told: set[int] = set()
         while True:
             time.sleep(0.5)
             now = time.monotonic()
-            # Not its items: a collection of garbage in the midst of that list lets other threads begin and end calls.
+            # Not its items: a garbage collection while that list is made lets other threads start and end calls.
             for number in list(self._open):
                 if (call := self._open.get(number)) is None:
                     continue
@@ -247,7 +247,7 @@ def piece(offset: int, size: int) -> torch.Tensor:
 
 
 def draw_piece(chance: random.Random, largest: int = LARGEST) -> tuple[int, int]:
-    """Where a tensor begins, and its bytes: as many small ones as large ones, by orders of magnitude."""
+    """A tensor's offset and its number of bytes, which is drawn from a logarithmic scale."""
     size = int(SMALLEST * (largest / SMALLEST) ** chance.random()) & ~7
     return chance.randrange(0, LENGTH - size, 64), size
 
@@ -262,7 +262,7 @@ def same(tensor: torch.Tensor, offset: int, size: int, added: int = 0) -> bool:
 def hold(
     tensor: torch.Tensor, offset: int, size: int, chance: random.Random, *, as_it_is: bool = False
 ) -> None:
-    """Keep what came for a while: memory that is given to somebody else too early is noticed."""
+    """Keep a received tensor for a while, so that memory which is reused too early is noticed."""
     global _held_bytes  # noqa: PLW0603
     added = 0
     if not as_it_is and chance.random() < 0.3:
@@ -313,7 +313,7 @@ def turn_large(nonce: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_large(to: str, nonce: int) -> None:
-    """64 MiB there and back, for one that stands still meanwhile."""
+    """64 MiB there and back, with a member that is stopped meanwhile."""
     tensor = torch.arange(LARGE // 8)
     try:
         with suppress(Given), LEDGER.call("large tensor turned", to, LARGE_SECONDS):
@@ -331,7 +331,7 @@ def take(nonce: int, offset: int, size: int, tensor: torch.Tensor) -> tuple[str,
 
 
 def turn(offset: int, size: int, keep: bool, tensor: torch.Tensor) -> torch.Tensor:
-    """What came goes back: in its own memory, unless it is kept here as well."""
+    """Return the received tensor: in the same memory, unless it is kept here as well."""
     if not same(tensor, offset, size):
         raise AssertionError("wrong bytes have come")
     if keep:
@@ -440,7 +440,7 @@ class Caller:
         self._nonces = itertools.count(seed << 32)
 
     def draw(self) -> tuple[str, Any, float, int]:
-        """Somebody by name, the same by any of the ways to say it, a time-out, and a number."""
+        """A member's name, the same member in any form that calls accept, a time-out, and a number."""
         chance = self.chance
         _, infos = rpc.members()
         others = [each for each in infos if each.name != LEDGER.name]
@@ -500,7 +500,7 @@ class Caller:
             LEDGER.check("swap", name, good, (who, number))
 
     def batch(self) -> None:
-        """Many at once, to several."""
+        """Many calls at once, to several members."""
         begun = []
         for _ in range(self.chance.randint(2, 24)):
             name, to, seconds, nonce = self.draw()
@@ -558,7 +558,7 @@ class Caller:
         name, to, _, nonce = self.draw()
         with LEDGER.call("time-out", name, 0.1):
             got = rpc.rpc_sync(to, slow, (nonce, 0.4), timeout=0.1)
-            # Who was stopped meanwhile may find the answer there.
+            # A member that was stopped meanwhile may already find the answer.
             LEDGER.check("time-out", name, got == (name, nonce), got)
 
     def cancel(self) -> None:
@@ -578,7 +578,7 @@ class Caller:
             LEDGER.check("cancel", name, not cancelled and got == (name, nonce), got)
 
     def cancel_tensor(self) -> None:
-        """Given up with much of it on its way."""
+        """Cancel a call with much of its tensor on the way."""
         name, to, seconds, nonce = self.draw()
         offset, size = draw_piece(self.chance)
         began = time.monotonic()
@@ -679,7 +679,7 @@ class Caller:
     )
 
     def run(self, pause: float) -> None:
-        """A thread."""
+        """The body of a thread."""
         weights = [weight for weight, _ in self.OPERATIONS]
         acts = [act for _, act in self.OPERATIONS]
         while park():
@@ -737,7 +737,7 @@ class Caller:
             LEDGER.check("async stream", name, number == items, number)
 
     def run_async(self, pause: float) -> None:
-        """A thread with a loop."""
+        """The body of a thread with an event loop."""
         acts = (self.gathered, self.gathered, self.given_up, self.stream_async)
         with asyncio.Runner() as runner:
             runner.get_loop()
@@ -748,7 +748,7 @@ class Caller:
 
 
 def park() -> bool:
-    """Between two operations of a thread; False when it is to end."""
+    """Called between two operations of a thread; False when the thread should end."""
     if not LEDGER.running.is_set():
         with _held_lock:
             LEDGER.parked += 1

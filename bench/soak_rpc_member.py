@@ -1,7 +1,7 @@
 """One process of the RPC soak (soak_rpc.py): calls random peers in a loop and checks every answer.
 
 A member sends JSON objects to the driver, one per line: ``hello`` when it has joined, ``problem`` when something is wrong,
-``quiet`` and ``census`` when asked, ``bye`` at its end. The driver judges; a member only measures.
+``quiet`` and ``census`` when asked, ``bye`` before it exits. The driver judges; a member only measures.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reset(agent: Any, chance: random.Random) -> str:
-    """One of this member's connections breaks."""
+    """Break one of this member's connections."""
     lines = [
         each.line
         for each in (*list(agent.connections.outgoing.values()), *list(agent.connections.incoming))
@@ -67,11 +67,11 @@ def reset(agent: Any, chance: random.Random) -> str:
     if not lines:
         return "no connection"
     sock = chance.choice(lines)._sock
-    # What seals has the real one inside.
+    # A sealing socket wraps the real one.
     sock = getattr(sock, "_sock", sock)
     with suppress(OSError):
         if sock.family != socket.AF_UNIX and chance.random() < 0.7:
-            # To connect to nowhere is TCP's abort: the other end gets a RST.
+            # Connecting to nowhere aborts a TCP connection: the other end gets an RST.
             nowhere = bytes(16)
             _libc.connect(sock.fileno(), nowhere, len(nowhere))
             return "RST"
@@ -86,13 +86,13 @@ _CONTROL = (Kind.FORK_REQUEST, Kind.CHILD_ACCEPT, Kind.USER_DELETE)
 
 
 def disturb(agent: Any, how: str, chance: random.Random) -> None:
-    """Messages are late, lost or refused from here on, until :func:`undisturb`."""
+    """Delay, lose or refuse messages until :func:`undisturb`."""
     match how:
         case "delay":
             kinds = chance.sample((*_MESSAGES, *_CONTROL), 3)
             agent.caller._delay = {kind: chance.uniform(0.01, 0.4) for kind in kinds}
         case "drop":
-            # Not those about references: they are sent again only after a minute.
+            # Not messages about references, which are sent again only after a minute.
             agent.caller._drop = {chance.choice(_MESSAGES)}
         case "refuse":
             agent.caller._fail = set(chance.sample(_CONTROL, 2))
@@ -105,12 +105,12 @@ def undisturb(agent: Any) -> None:
 # -- children ------------------------------------------------------------------------------------------
 
 _HOLDERS_SECONDS = 3.0
-# Seconds in which a child must have ended.
+# Seconds within which a child must have exited.
 _CHILD_SECONDS = 40
 
 
 def fork(name: str, how: str, chance: random.Random, settings: dict[str, Any]) -> None:
-    """Fork a child, amid whatever the other threads do, and see that it ends well; on a thread of its own."""
+    """Fork a child, whatever the other threads are doing, and check in a new thread that it exits well."""
     peers = [info.name for info in rpc.members()[1]]
     peer = chance.choice(peers)
     child = os.fork()
@@ -146,7 +146,7 @@ def _be_child(name: str, how: str, peer: str, settings: dict[str, Any]) -> int:
     LEDGER.become(name)
     _join(name, settings)
     with suppress(rpc.PeerLost, rpc.RpcTimeout):
-        # The peer may be stopped, killed, or refuse on purpose: what counts is that no answer is wrong.
+        # The peer may be stopped, killed, or refuse on purpose. What counts is that no answer is wrong.
         x = torch.arange(100_000)
         if not torch.equal(rpc.rpc_sync(peer, torch.add, (x, 1)), x + 1):
             return 4
@@ -154,11 +154,11 @@ def _be_child(name: str, how: str, peer: str, settings: dict[str, Any]) -> int:
     return 0
 
 
-# -- what is there: descriptors, threads, memory -------------------------------------------------------
+# -- what this process has: descriptors, threads, memory -----------------------------------------------
 
 
 def is_expected(act: Any) -> bool:
-    """Of a timer: it may wait while nobody calls anybody."""
+    """Whether a timer may be pending while there are no calls."""
     is_of_memory = isinstance(getattr(act, "__self__", None), UnusedMemory)
     asks_again = f"{PeerMonitor._investigate.__qualname__}."
     return is_of_memory or getattr(act, "__qualname__", "").startswith(asks_again)
@@ -170,14 +170,14 @@ def descriptors() -> Counter[str]:
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             found[target.partition(":[")[0] if target.startswith("socket") else target] += 1
-    # The listing's own.
+    # The descriptor used for the listing itself.
     for each in [each for each in found if each.startswith("/proc/")]:
         del found[each]
     return found
 
 
 def threads() -> Counter[str]:
-    """By name, without the numbers. Those that Python does not know count as ``native``."""
+    """The threads by name, without numbers. Those that Python does not know count as ``native``."""
     found: Counter[str] = Counter()
     for thread in threading.enumerate():
         found[thread.name.rstrip("0123456789").rstrip("-")] += 1
@@ -186,7 +186,7 @@ def threads() -> Counter[str]:
 
 
 def mappings() -> int:
-    """Pieces of shared memory that are mapped here."""
+    """How many pieces of shared memory are mapped here."""
     return Path("/proc/self/maps").read_text().count("memfd:rallypoint")
 
 
@@ -195,7 +195,7 @@ def resident() -> int:
 
 
 def own_descriptors(agent: Any) -> Counter[str]:
-    """Of a member without connections: the poller's, the listeners', two connections to the store."""
+    """The descriptors of a member without connections: the poller's, the listeners', two connections to the store."""
     found = Counter({"anon_inode:[eventpoll]": 1, "anon_inode:[eventfd]": 1, "socket": 2})
     for listener in agent.acceptor.listeners:
         found["anon_inode:[eventfd]" if listener.kind == "memory" else "socket"] += 1
@@ -203,7 +203,7 @@ def own_descriptors(agent: Any) -> Counter[str]:
 
 
 def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, list[str]]:
-    """What the connections that are there account for: descriptors, mappings; and what of them is not at rest."""
+    """What the present connections account for: descriptors, mappings; and what in them is not at rest."""
     fds, maps, unrest = Counter(base), 0, []
     connections = [*list(agent.connections.outgoing.values()), *list(agent.connections.incoming)]
     for each in connections:
@@ -230,7 +230,7 @@ def expected_now(agent: Any, base: Counter[str]) -> tuple[Counter[str], int, lis
 
 
 def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
-    """What is there while nobody calls anybody; waits for rest, and says what is not at rest in the end."""
+    """What there is while there are no calls. Waits until all is at rest, and reports what is not in the end."""
     until = time.monotonic() + patience
     while True:
         gc.collect()
@@ -258,7 +258,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
             unrest.append(f"{len(agent.rrefs._waiting)} wait for confirmations")
         if agent.acceptor.strangers:
             unrest.append(f"{len(agent.acceptor.strangers)} strangers")
-        # But for the one that looks after unused memory, and those that ask somebody again who stood still: after 30 s, perhaps.
+        # Except the one that manages unused memory, and those that ask a stopped member again, perhaps after 30 s.
         timers = [each for each in agent.tasks.timers if not is_expected(each[2])]
         if timers:
             names = [getattr(each[2], "__qualname__", repr(each[2])) for each in timers[:5]]
@@ -289,7 +289,7 @@ def census(agent: Any, base: Counter[str], patience: float) -> dict[str, Any]:
 
 
 def facts(agent: Agent) -> list[str]:
-    """How each connection stands: to find out what holds something up."""
+    """The state of each connection, to find out what delays something."""
     return [
         f"to {out.peer} by {out.line.kind}: {_unread(out.line)} bytes unread, armed {out.is_armed},"
         f" read {out._role.locked()}, calls {len(out.calls)}, owed {sorted(out._owed)[:5]},"
@@ -327,7 +327,7 @@ def _pages(sharing: Any) -> str:
 
 
 class Complaints(logging.Handler):
-    """Errors that the package logs are problems, too."""
+    """Reports errors that the package logs as problems."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
@@ -339,13 +339,13 @@ def live(name: str, control: socket.socket, settings: dict[str, Any]) -> None:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # What functions raise is printed there.
+        # Exceptions of functions are printed there.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         faulthandler.enable(open(settings["crashes"], "a"))  # noqa: SIM115  # for the process's life
-        # The driver asks one that does not answer where it is.
+        # The driver asks a member that does not answer where it is.
         faulthandler.register(signal.SIGUSR1, open(settings["stacks"], "a"))  # noqa: SIM115  # the same
         LEDGER.name, LEDGER.control = name, control
-        # Before there are threads: torch makes its pool anew in a forked process, and not for two at a time.
+        # Before there are threads: torch recreates its pool in a forked process, which two threads must not do at once.
         torch.set_num_threads(1)
         logging.getLogger("rallypoint").addHandler(Complaints(logging.ERROR))
         threading.excepthook = lambda args: LEDGER.problem(
@@ -410,7 +410,7 @@ def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
     if expelled.is_set():
         with suppress(OSError):
             LEDGER.send(expelled=True)
-    # The end: nothing may be left of the group in this process.
+    # The end: nothing of the group may be left in this process.
     LEDGER.ending = True
     LEDGER.running.set()
     for each in working:
@@ -419,7 +419,7 @@ def _live(name: str, control: socket.socket, settings: dict[str, Any]) -> int:
             LEDGER.problem("hang", operation="end", to="", stacks=stacks())
     let_go()
     rpc.shutdown(graceful=graceful, timeout=20.0)
-    let_go()  # what has been called in the meantime
+    let_go()  # of what calls have left in the meantime
     del agent
     _check_end(before)
     LEDGER.send(bye=name, outcomes=LEDGER.outcomes, operations=LEDGER.operations)
@@ -456,7 +456,7 @@ def _obey(
     working: int,
     settings: dict[str, Any],
 ) -> bool:
-    """Do what the driver says until it says to end; whether that is to be graceful."""
+    """Do what the driver says until it says to end. Returns whether to end gracefully."""
     for line in control.makefile("r"):
         command = json.loads(line)
         match command["do"]:
@@ -478,7 +478,7 @@ def _obey(
                 until = time.monotonic() + command["patience"]
                 while LEDGER.parked < working and time.monotonic() < until:
                     time.sleep(0.005)
-                # Those were sent to somebody who stood still until just now.
+                # Large tensors were sent to a member that was stopped until just now.
                 while LEDGER.large and time.monotonic() < until + LARGE_SECONDS:
                     time.sleep(0.005)
                 if LEDGER.parked < working or LEDGER.large:
@@ -501,7 +501,7 @@ def _obey(
 
 
 def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
-    """After the shutdown all is as it was before the group."""
+    """Check that after the shutdown all is as it was before the group."""
     until = time.monotonic() + 5.0
     while True:
         gc.collect()
@@ -531,7 +531,7 @@ def _check_end(before: tuple[Counter[str], Counter[str]]) -> None:
 
 
 def anonymous() -> list[str]:
-    """Whose the epolls and eventfds are that are open here; without an owner among our objects, they are torch's."""
+    """The owners of the epolls and eventfds that are open here. Those without one among our objects are torch's."""
     owners: dict[int, str] = {}
     for each in gc.get_objects():
         if isinstance(each, Poller) and not each._closed:
@@ -548,9 +548,9 @@ def anonymous() -> list[str]:
 
 
 def holders() -> list[str]:
-    """Who keeps shared memory mapped here: chains of types, from the memory to where they end.
+    """What keeps shared memory mapped here: chains of types, from the memory up to where they end.
 
-    Each step looks at every object there is: as many as can be done while the driver waits.
+    Each step looks at every object, so only as many steps are made as the driver's patience allows.
     """
     until = time.monotonic() + _HOLDERS_SECONDS
     everything = gc.get_objects()

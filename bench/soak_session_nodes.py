@@ -1,19 +1,19 @@
-"""Random faults in a row on a session over four hosts; the end must equal that of a run without a loss; prints JSON.
+"""A series of random faults on a session over four hosts; the end must equal that of a run without a loss; prints JSON.
 
     python bench/soak_session_nodes.py --faults 20
     python bench/soak_session_nodes.py --faults 500 --spares 1 --output bench/results/soak_session_nodes.json
 
 Four hosts (network namespaces, which need root and iproute2) with a supervisor and two workers each. The model and its training
-are those of soak_sessions.py, with ``copies=4``. Faults follow one another, some while the one before is being recovered from:
+are those of soak_sessions.py, with ``copies=4``. Faults follow one another, some during the recovery from the previous one:
 
 - one worker, two workers, a supervisor, two supervisors, or the node with the store is killed;
 - a worker and the supervisor of another host are killed at once;
 - a worker is stopped (SIGSTOP) and found by ``--step-timeout``; a host is stopped for longer than the lease;
 - a cable is cut and reconnected; a node is preempted.
 
-Killed supervisors are started again on the same host. After each fault all workers must complete further steps. Where nobody has
-what a lost rank needs, all workers may begin anew; how often is in the result. The exit code is 1 if a rank ends otherwise than in
-the undisturbed run, if anything hangs, or if a process, a socket or shared memory is left. See bench/README.md.
+Killed supervisors are started again on the same host. After each fault all workers must complete further steps. If no rank has
+what a lost one needs, all workers may start over; the result says how often. The exit code is 1 if a rank ends differently than
+in the undisturbed run, if anything hangs, or if a process, a socket or shared memory is left. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from soak_sessions import TRAIN, Board
 
 WORKERS_PER_HOST = 2
 RANKS = HOSTS * WORKERS_PER_HOST
-# Seconds until all workers must have completed a step behind a fault.
+# Seconds within which all workers must have completed a step after a fault.
 PATIENCE = 120.0
 STEP_TIMEOUT = 5.0
 
@@ -100,7 +100,7 @@ def stop_worker(host: Host, network: Network) -> None:
 
 
 def kill_a_worker(host: Host, network: Network) -> None:
-    if host.worker() is not None:  # it may be on its way
+    if host.worker() is not None:  # it may not have started yet
         with contextlib.suppress(AssertionError, psutil.Error):
             kill_worker(host, network)
 
@@ -136,12 +136,12 @@ KINDS = (
     *("kill two supervisors", "kill the store's node", "kill a worker and a supervisor"),
     *("preempt a node", "stop a host", "cut a cable"),
 )
-# With --meetings: all nodes have to meet again behind each.
+# With --meetings: all nodes have to meet again after each.
 MEETINGS = (
     *("preempt a node", "preempt a node", "stop a host", "cut a cable"),
     *("kill the store's node", "kill a supervisor"),
 )
-# The share of faults that are followed by the next one at once.
+# The share of faults that the next one follows at once.
 AT_ONCE, AT_ONCE_IN_MEETINGS = 0.25, 0.5
 
 
@@ -150,7 +150,7 @@ AT_ONCE, AT_ONCE_IN_MEETINGS = 0.25, 0.5
 
 def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="rally-soak-"))
-    # Faults follow one another, so three nodes may be lost before the first is back: what only one rank has is kept on all.
+    # Three nodes may be lost before the first is back, so what only one rank has is kept on all.
     script = TRAIN.replace(
         "elastic.session(net, optimizer)", f"elastic.session(net, optimizer, copies={HOSTS})"
     )
@@ -229,7 +229,7 @@ def torment(
         struck[name] += 1
         progress.step(f"fault {number}: {name}")
         if rng.random() < at_once:
-            continue  # the next one while this one is being recovered from
+            continue  # the next fault strikes during this recovery
         if not stepping(board, hosts, at):
             hangs.append(f"fault {number}: {name}")
             break
@@ -278,7 +278,7 @@ def main() -> int:
     options = parser.parse_args()
     if not available():
         raise SystemExit("needs root and iproute2")
-    # Some three steps are completed between two faults. A few more, so that the job does not end before the last one.
+    # About three steps are completed between two faults. A few more, so that the job does not end before the last one.
     steps = max(100, options.faults * 6 // 50 * 50)
     progress = Progress(options.faults + 1)
     progress.step("a run without a loss")

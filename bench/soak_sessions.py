@@ -5,9 +5,9 @@
     python bench/soak_sessions.py --kind fsdp2 --workers 4
     python bench/soak_sessions.py --nodes 4 --output bench/results/soak_sessions_nodes.json
 
-DistributedDataParallel or FSDP2, Adam, dropout, batch norm, one million parameters, random order of the data. A fault is SIGKILL to one
-worker, now and then to two at once, also while the one before is being recovered from, and in the set-up of the process
-that takes a rank over. With several nodes, each has a supervisor of its own on this host. See bench/README.md.
+DistributedDataParallel or FSDP2, Adam, dropout, batch norm, one million parameters, data in random order. A fault is SIGKILL to
+one worker, now and then to two at once, also during the recovery from the previous one, and during the set-up of the process
+that takes over a rank. With several nodes, each has its own supervisor on this host. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 from jobs import RALLY, Progress, adopt_orphans, machine, publish, spread
 
 
-# One line of the board for each rank: pid, steps it has completed, when it completed the last.
+# One line of the board for each rank: pid, steps it has completed, when it completed the last one.
 LINE = struct.Struct("=qqd")
 # Seconds without a step of some rank after which the job counts as hanging.
 PATIENCE = 90.0
@@ -90,7 +90,7 @@ dist.destroy_process_group()
 
 
 class Board:
-    """What the workers say of themselves, in memory that they share."""
+    """What the workers report about themselves, in shared memory."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         path = folder / "board"
@@ -200,7 +200,7 @@ def run_in(
 
 
 def nodes(options: argparse.Namespace) -> list[list[str]]:
-    """The words of each node's command line that say how many workers there are, and where."""
+    """For each node, the flags that say how many workers there are, and where."""
     if options.nodes == 1:
         return [["--nproc-per-node", str(options.workers)]]
     each, rest = divmod(options.workers, options.nodes)
@@ -248,14 +248,14 @@ def torment(
                 continue  # it is being replaced
             killed.append(rank)
         if chance.random() < 0.3:
-            continue  # the next one while this one is being recovered from
+            continue  # the next fault strikes during this recovery
         while job.poll() is None:
             now = board.lines()
             if all(last > at for _, _, last in now):
                 seconds.append(max(last for _, _, last in now) - at)
                 survivors = [rank for rank in range(options.workers) if rank not in victims]
                 pids = [(before[rank][0], now[rank][0]) for rank in survivors]
-                # A survivor of this fault may have been the victim of the one before, whose place is taken only now.
+                # A survivor of this fault may have been the previous one's victim, whose replacement appears only now.
                 kept = kept and all(
                     old == new or not Path(f"/proc/{old}").exists() for old, new in pids
                 )

@@ -1,13 +1,13 @@
-"""How fast a lost worker's state arrives, beside a bare copy and a bare socket, and what sending it costs the survivor; prints JSON.
+"""How fast a lost worker's state arrives, compared with a bare copy and socket, and what sending costs the survivor; prints JSON.
 
     python bench/state_transfer.py --quick
     python bench/state_transfer.py --output bench/results/state_transfer.json
 
-DistributedDataParallel and Adam, 100 million parameters, two workers: on one host, and on two (network namespaces, which need root
-and iproute2; without them, this part is left out). One worker is killed in its step, again and again in the same job. The state
-comes from the other one. Beside it, as often: as many bytes copied from one process to another through shared memory, and sent
-from one host to the other over a plain TCP connection, into memory that the receiver has just been given, as a replacement has.
-The survivor's memory is watched while it sends: by how much its resident pages grow. See bench/README.md.
+DistributedDataParallel and Adam, 100 million parameters, two workers: on one host, and on two (network namespaces, which need
+root and iproute2; without them, this part is left out). One worker is killed in its step, repeatedly in the same job, and the
+other one sends the state. For comparison, as many bytes are copied as often from one process to another through shared memory,
+and sent from one host to the other over a plain TCP connection, into newly allocated memory, as in a replacement.
+The growth of the survivor's resident memory is measured while it sends. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ with elastic.session(net, optimizer) as session:
             (folder / "survivor").write_text(str(os.getpid()))
 """
 
-# One process writes shared memory, the other one copies it out of there into memory of its own.
+# One process writes shared memory, and the other one copies it into its own memory.
 COPY = """
 import mmap, os, sys, time
 import numpy
@@ -121,7 +121,7 @@ assert not connection.recv(1)
 """
 
 
-# -- what it is compared with -----------------------------------------------------------------------
+# -- the comparisons --------------------------------------------------------------------------------
 
 
 def bare_copy(size: int) -> float:
@@ -165,10 +165,10 @@ def recoveries(folder: Path) -> list[dict[str, Any]]:
 
 
 def kill_one(folder: Path, turn: int, jobs: list[Job]) -> int:
-    """Kill the worker with rank 1, which waits in a step. Returns by how much the memory of the other one grew while it sent."""
+    """Kill the worker with rank 1, which waits in a step. Returns how much the other one's memory grew while it sent."""
     victim = int(wait_for(folder / f"held{turn}", jobs))
     survivor = psutil.Process(int(wait_for(folder / "survivor", jobs)))
-    time.sleep(1.0)  # the survivor comes to wait for it, too
+    time.sleep(1.0)  # by then the survivor also waits for it
     os.kill(victim, signal.SIGKILL)
     seen, deadline = [(time.monotonic(), survivor.memory_info().rss)], time.monotonic() + GIVE_UP
     # A bench may poll what it measures.

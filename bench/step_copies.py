@@ -1,10 +1,10 @@
-"""The copy with which a session undoes a step that communicates behind a change of parameters, beside Adam's own step; prints JSON.
+"""The copy that lets a session undo a step that communicates after changing parameters, compared with Adam's step; prints JSON.
 
     python bench/step_copies.py --quick
     python bench/step_copies.py --output bench/results/step_copies.json
 
-In one process on one core: 25 million parameters in 25 tensors, and 1.5 million in 1,500. Copies and steps take turns. The first copy,
-which has to allocate its memory, stands apart.
+In one process on one core: 25 million parameters in 25 tensors, and 1.5 million in 1,500. Copies and steps take turns. The first
+copy, which has to allocate its memory, is reported separately.
 """
 
 from __future__ import annotations

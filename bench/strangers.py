@@ -4,8 +4,8 @@
     python bench/strangers.py --output bench/results/strangers.json
 
 Needs root and iproute2. Each scenario has one worker that is called, one that keeps calling it, and new peers that join one
-after another, make a first call, and leave. The strangers connect over TCP from another network namespace, or from the
-same host as another user, over TCP and over the worker's Unix socket.
+after another, make a first call, and leave. The strangers connect over TCP from another network namespace, or as another
+user on the same host, over TCP and over the worker's Unix socket.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def be_called(host: str, ways: list[str]) -> None:
 
 
 def call(host: str, ways: list[str]) -> None:
-    """Calls all the time; tells how long the calls took since it was last asked."""
+    """Keeps calling. Reports how long the calls have taken since it was last asked."""
     options = rpc.NativeRpcBackendOptions(
         init_method=f"tcp://{host}:{PORT}", secret=SECRET, transports=ways
     )
@@ -122,7 +122,7 @@ def come(host: str, ways: list[str]) -> None:
 
 
 def crowd(where: str, held: int, a_second: int, uid: int) -> None:
-    """Hold so many connections, the newest, and open so many a second; for ever."""
+    """Hold the newest ``held`` connections, and open ``a_second`` per second, forever."""
     target: Any = json.loads(where)
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
@@ -133,7 +133,7 @@ def crowd(where: str, held: int, a_second: int, uid: int) -> None:
     opened = refused = 0
     began, asked = 0.0, time.monotonic()
     while True:
-        # At once as many as are to be held; from then on so many a second.
+        # At first as many as are held; from then on so many per second.
         due = held - opened
         if began:
             due += int((time.monotonic() - began) * a_second)
@@ -211,7 +211,7 @@ def scenario(
     here = strangers != "another host"
 
     def start(index: int, role: str, *args: str) -> Process:
-        # Not `ip netns exec`: processes with file systems of their own share no host.
+        # Not `ip netns exec`: processes with separate file systems do not count as on one host.
         net = ["nsenter", f"--net=/run/netns/{network.hosts[index]}"]
         made = Process([*net, sys.executable, __file__, "--role", role, *args])
         stack.callback(made.end)

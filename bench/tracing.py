@@ -3,7 +3,7 @@
     python bench/tracing.py --quick
     python bench/tracing.py --output bench/results/tracing.json
 
-Two workers on this host call each other; a collector in this process reads what they send. Jobs with and without traces take turns.
+Two workers on this host call each other; a collector in this process reads their spans. Jobs with and without traces alternate.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from jobs import RALLY, Progress, machine, publish, ratio, spread
 
 
 def nothing() -> None:
-    """It is called."""
+    """The function that is called."""
 
 
 def work(calls: int, output: Path) -> None:
-    """A worker: rank 0 writes the median time of a call, in microseconds."""
+    """A worker. Rank 0 writes the median time of a call, in microseconds."""
     from rallypoint import rpc
 
     rank = int(os.environ["RANK"])
@@ -44,16 +44,16 @@ def work(calls: int, output: Path) -> None:
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Reads spans, and forgets them."""
+    """Reads spans, and discards them."""
 
     def do_POST(self) -> None:
-        """Take what is sent."""
+        """Read what is sent."""
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def measure(jobs: int, calls: int) -> list[dict[str, Any]]:

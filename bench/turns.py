@@ -1,7 +1,7 @@
 """Two jobs that take turns of a few steps each, so that neighbouring turns saw the same machine.
 
-On a shared machine turns vary by a tenth. Each turn of the second job is compared with the mean of the two of the first around it, so what
-changes with time cancels out, and thousands of turns tell a few thousandths.
+On a shared machine turns vary by a tenth. Each turn of the second job is compared with the mean of the first job's two turns
+around it, so what changes with time cancels out, and thousands of turns reveal differences of a few thousandths.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 
 FIRST, SECOND = 0, 1
-# Turns that are not counted: workers begin.
+# Turns that are not counted, while the workers settle.
 SETTLING = 20
-# Of ratios, the share at either end that counts as the next one inside.
+# The share of the ratios at either end that is replaced by the next value inside.
 EDGE = 0.05
 
 
 def take(folder: Path, job: int, rank: int, turns: int) -> Iterator[int]:
-    """In a worker: so many turns, each when it has come. After the last one, it waits for :meth:`Turns.end`."""
+    """In a worker: ``turns`` turns, each when it is due. After the last one, it waits for :meth:`Turns.end`."""
     mine, other = (_baton(folder, each, rank) for each in (job, 1 - job))
     count = _counter(folder)
     _mark(folder, job, rank).touch()
@@ -40,7 +40,7 @@ def take(folder: Path, job: int, rank: int, turns: int) -> Iterator[int]:
 
 
 class Turns:
-    """In the process that has started both jobs.
+    """Both jobs' turns, in the process that has started them.
 
     Args:
         folder: shared with the workers.
@@ -58,7 +58,7 @@ class Turns:
         return all(_mark(self._folder, job, rank).exists() for rank in range(self._ranks))
 
     def begin(self) -> None:
-        """The first job's turn."""
+        """Start the first job's turn."""
         self._pass_on()
 
     def done(self) -> int:
@@ -66,7 +66,7 @@ class Turns:
         return int.from_bytes(self._count[:], "little")
 
     def end(self) -> None:
-        """After the last turn: the workers go on behind their turns."""
+        """After the last turn: let the workers continue."""
         self._pass_on()
 
     def _pass_on(self) -> None:

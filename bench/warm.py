@@ -1,8 +1,8 @@
-"""From the command to the first all-reduce and the end: `rally run --warm` beside `rally run`, torchrun and `import torch`.
+"""From the command to the first all-reduce and the exit: `rally run --warm` against `rally run`, torchrun and `import torch`.
 
     python bench/warm.py [--quick] [--output FILE]
 
-Each round runs all of them once, in turn, so that a busy machine slows all. The warm server is started before, and stopped
+Each round runs all of them once, in turn, so that a busy machine slows all. The warm server is started beforehand, and stopped
 at the end. The promise: with 8 workers, a warm job takes at most 0.35 of the time of `import torch` in a fresh interpreter.
 """
 
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
-    # A name of its own, so that no other job uses this server.
+    # A unique name, so that no other job uses this server.
     env = {**os.environ, "TORCH_BENCH": uuid.uuid4().hex}
     workers = ["--nproc-per-node", str(options.workers)]
     with tempfile.TemporaryDirectory() as folder:

@@ -6,8 +6,8 @@ One command starts all processes::
 
 This process is the learner. It starts three actors, which join its group and play when it calls them. In each update it has
 all current actors play a round with the newest policy, and learns from the results (policy gradient with a learned baseline).
-During the training one actor leaves, one is killed, and a new one joins; the learner continues with those that are left. It
-ends when a pole stays up for --reward of 200 steps on average.
+During the training one actor leaves, one is killed, and a new one joins; the learner continues with the remaining ones. It
+stops when a pole stays up for --reward of 200 steps on average.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Poles:
-    """Poles on carts that are pushed left or right: the equations of Barto, Sutton and Anderson (1983).
+    """Poles on carts that are pushed left or right, by the equations of Barto, Sutton and Anderson (1983).
 
     A state is the position and speed of the cart, and the angle and angular speed of the pole, in metres and radians.
     """
@@ -131,7 +131,7 @@ def act(name: str, port: int) -> None:
     """Run an actor: join, play when called, leave."""
     torch.set_num_threads(1)
     rpc.init_rpc(name, rpc_backend_options=meet_at(port))
-    # If the learner ends, the actors end.
+    # If the learner exits, so do the actors.
     rpc.on_leave(lambda worker, _: dismiss() if worker.name == "learner" else None)
     _dismissed.wait()
     rpc.shutdown()  # a running round is played to its end
@@ -204,7 +204,7 @@ class ProgressReport:
 def play_all(
     weights: dict[str, Tensor], episodes: int, seed: int, progress: ProgressReport
 ) -> list[tuple[Tensor, ...]]:
-    """A round from every current actor; actors that are lost meanwhile return nothing."""
+    """A round from every current actor. Actors lost meanwhile contribute nothing."""
     _, present = rpc.members()
     calls, rounds = [], []
     for worker in present:

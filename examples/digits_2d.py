@@ -112,7 +112,7 @@ def train(arguments: argparse.Namespace, mesh: ParallelMesh) -> None:
             share = batch[replica::replicas]
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum")
             optimizer.zero_grad()
-            # Each replica has its part of the mean over the batch; the parts add up, even if they are uneven.
+            # Each replica contributes its part of the mean over the batch; the parts add up, even if they are uneven.
             (loss / len(batch)).backward()
             for parameter in model.parameters():
                 if replicas > 1:

@@ -1,7 +1,7 @@
 """Train a small transformer on handwritten digits with FSDP2 and a sharded checkpoint.
 
 Each rank keeps a part of every parameter and of its optimizer state. The parameters of a layer are gathered when the layer
-runs, and freed after it. The checkpoint works in the same way: every rank writes its own part::
+runs, and freed afterwards. The checkpoint works in the same way: every rank writes its own part::
 
     rally run --nproc-per-node 2 examples/digits_fsdp2.py
     torchrun --nproc-per-node 2 examples/digits_fsdp2.py
@@ -83,8 +83,8 @@ def build_sharded_model(mesh: DeviceMesh) -> nn.Module:
 
 @torch.no_grad()
 def measure_accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    # The forward pass gathers parameters, so it is collective: every rank calls it equally
-    # often, here once, with the images that are its own.
+    # The forward pass gathers parameters, so it is collective: every rank must call it the same
+    # number of times, here once, with its own images.
     share = slice(dist.get_rank(), None, dist.get_world_size())
     correct = (model(images[share]).argmax(1) == labels[share]).sum()
     dist.all_reduce(correct)

@@ -6,7 +6,7 @@ Run it alone, or with any number of processes that is a multiple of --expert-par
     rally run --nproc-per-node 2 examples/digits_moe.py --expert-parallel 2
 
 A router sends each image to one of four experts (Switch Transformer, arXiv 2101.03961). Every rank has its own images and its own
-experts. So an all-to-all with sizes that are not known in advance sends rows there and back, and gradients take the same way in
+experts. So an all-to-all whose sizes are not known in advance sends rows there and back, and gradients take the same route in
 reverse. No image is dropped, so the loss of every epoch equals that of a single process: DIR/losses.json has it in double
 precision, so that you can compare it digit by digit.
 """
@@ -75,12 +75,12 @@ class MixtureOfExperts(nn.Module):
         self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[N, width]`` to the same; N may differ between ranks, and be 0."""
+        """``[N, width]`` to ``[N, width]``. N may differ between ranks, and may be 0."""
         probabilities = self.router(x).softmax(1)
         weight, chosen = probabilities.max(1)
         self.balance = self.share_of_balance(probabilities, chosen)
 
-        # There: rows in the order of their experts, and so of the ranks that hold them.
+        # There: rows sorted by expert, and so by the rank that holds the expert.
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(probabilities.t()))
         sent = counts.view(self.size, -1).sum(1).tolist()
@@ -88,7 +88,7 @@ class MixtureOfExperts(nn.Module):
         splits = {"send_splits": sent, "recv_splits": received}
         expert_of_row = all_to_all(chosen[order], self.group, **splits)
 
-        # Each expert gets its rows from all ranks at once. One without rows takes part, with a gradient of zero.
+        # Each expert gets its rows from all ranks at once. An expert without rows takes part with a gradient of zero.
         seen = torch.zeros_like(rows)
         for index, expert in enumerate(self.experts, self.first):
             mine = (expert_of_row == index).nonzero().flatten()
@@ -100,7 +100,7 @@ class MixtureOfExperts(nn.Module):
 
     def share_of_balance(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         num_experts = probabilities.shape[1]
-        # Means over the images of all ranks. Each rank computes the same number, so each counts its share.
+        # Means over the images of all ranks. Every rank computes the same number, so each returns its share of it.
         used = chosen.bincount(minlength=num_experts).to(probabilities)
         liked = all_reduce(probabilities.sum(0), self.everyone)
         used = all_reduce(used, self.everyone)

@@ -6,7 +6,7 @@ batches at different times, and last batches are short. Join keeps the ranks tog
     rally run --nproc-per-node 4 examples/digits_uneven.py
     python examples/digits_uneven.py --shards 4
 
-The second command is one process that processes, in each step, the batches of all four ranks. The losses are the same:
+With the second command, a single process handles the batches of all four ranks in each step. The losses are the same:
 DIR/losses.json has them in double precision, so that you can compare them digit by digit.
 """
 

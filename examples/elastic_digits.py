@@ -5,13 +5,13 @@
     python examples/elastic_digits.py --checkpoint runs/digits
     rally run --nnodes 2:3 --rdzv-endpoint HOST examples/elastic_digits.py --checkpoint runs/digits --ids runs/ids
 
-With ``--chaos P``, a worker kills itself in a step with this probability. The others keep their process, and another one
-takes the lost one's place (docs/sessions.md). With ``--checkpoint DIR``, a job that is lost as a whole continues
-where its last checkpoint was taken (docs/checkpoints.md). The accuracy at the end is the same with and without all this.
-It may also continue there with more or fewer workers, and the images of the epoch that are left; ``--keep`` chooses their batch.
+With ``--chaos P``, one worker kills itself in a step with this probability. The others keep their processes, and a new
+process takes the lost one's place (docs/sessions.md). With ``--checkpoint DIR``, a job that is lost as a whole continues
+from its last checkpoint (docs/checkpoints.md). The accuracy at the end is the same with and without all this. The job may
+also continue with more or fewer workers, on the epoch's remaining images; ``--keep`` chooses which batch size stays the same.
 
-The 1,797 images of 8x8 pixels come with scikit-learn, so nothing is downloaded. ``--ids DIR`` logs which images each step has
-trained on, one file per rank. (Steps behind the last checkpoint are trained again after a restart, and logged again.)
+The 1,797 images of 8x8 pixels come with scikit-learn, so nothing is downloaded. ``--ids DIR`` logs the images that each step
+trained on, in one file per rank. (Steps after the last checkpoint are trained again after a restart, and logged again.)
 """
 
 import argparse
@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rallypoint import elastic  # before init_process_group: its groups can be kept
+from rallypoint import elastic  # before init_process_group, so that its groups can be kept
 
 
 # isort: split
@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 
-# Every fifth image is for the test.
+# Every fifth image is held out for the test.
 PARTS = 5
 
 
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_data() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
-    """The training set (number, image, label), and images and labels of the test."""
+    """The training set (number, image, label), and the images and labels of the test set."""
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float().unsqueeze(1) / 16
     labels = torch.from_numpy(bunch.target)
@@ -95,7 +95,7 @@ def build_model() -> nn.Module:
 
 
 def validate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The accuracy; each rank counts its share."""
+    """The accuracy over all test images. Each rank counts its share."""
     share = slice(dist.get_rank(), None, dist.get_world_size())
     model.eval()
     with torch.no_grad():
@@ -118,13 +118,13 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     sampler = elastic.Sampler(len(data), arguments.batch_size, keep=arguments.keep)
     loader = DataLoader(data, batch_sampler=sampler)
-    torch.manual_seed(1000 + rank)  # each rank drops other units
+    torch.manual_seed(1000 + rank)  # each rank drops different units
     completed = 0  # steps, in this process
     if arguments.ids:
         arguments.ids.mkdir(parents=True, exist_ok=True)
 
     def is_victim(step: int) -> bool:
-        """One worker at most, and none that has only just taken a lost one's place: it would die in the same step again."""
+        """At most one worker per step, and none that has just replaced a lost one: it would die in the same step again."""
         chaos = random.Random(f"step {step}")
         hit, victim = chaos.random() < arguments.chaos, chaos.randrange(dist.get_world_size())
         return hit and victim == rank and completed > 0
@@ -155,7 +155,7 @@ def main() -> None:
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                if session.position > before:  # else the step comes again
+                if session.position > before:  # else the step will be repeated
                     completed += 1
                     log(session.position, numbers)
             accuracy = session.run(validate, model.module, test_images, test_labels)

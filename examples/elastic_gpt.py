@@ -5,11 +5,11 @@
     rally run --nproc-per-node 2 examples/elastic_gpt.py --chaos 0.02 --parallel fsdp
     rally run --nproc-per-node 4 examples/elastic_gpt.py --chaos 0.02 --parallel tp
 
-The model predicts the next character. Its ranks have copies of it (``ddp``), parts of each parameter (``fsdp``), or, two by two, half
-of each layer's heads and hidden units, and parts of these (``tp``). The loop does not differ: a lost worker's place is taken over, and
-with parts, all go back to the last snapshot. The loss at the end is the same with and without chaos (docs/sessions.md).
+The model predicts the next character. Each rank has a copy of it (``ddp``), a part of each parameter (``fsdp``), or, in pairs of
+ranks, half of each layer's heads and hidden units, with parts of these (``tp``). The loop is the same for all: a lost worker is
+replaced, and with parts, all return to the last snapshot. The final loss is the same with and without chaos (docs/sessions.md).
 
-The text is what Python's ``help`` knows of keywords and types: 460 KB of the standard library, so nothing is downloaded.
+The text is Python's ``help`` on keywords and types: 460 KB from the standard library, so nothing is downloaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import signal
 import sys
 from pydoc_data.topics import topics
 
-from rallypoint import elastic  # before init_process_group: its groups can be kept
+from rallypoint import elastic  # before init_process_group, so that its groups can be kept
 
 
 # isort: split
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 CHARACTERS = 128
 CONTEXT = 64  # characters that the model sees
-# One of so many pieces of the text is held out.
+# One in this many pieces of the text is held out.
 PARTS = 10
 
 
@@ -111,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(characters: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Pieces of one character more than the model sees: of the training and of the test, a whole number of batches each."""
+    """Pieces one character longer than the model's context, for training and for the test: whole batches of each."""
     text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")
     numbers = torch.frombuffer(bytearray(text[:characters]), dtype=torch.uint8).long()
     pieces = numbers.unfold(0, CONTEXT + 1, CONTEXT)
@@ -142,7 +142,7 @@ def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validate(model: nn.Module, pieces: Tensor, mesh: DeviceMesh) -> float:
-    """The loss; each copy of the model reads its share."""
+    """The loss on the test. Each copy of the model reads its share."""
     model.eval()
     total = loss_of(model, pieces[mesh.get_local_rank("dp") :: mesh["dp"].size()])
     model.train()
@@ -152,7 +152,7 @@ def validate(model: nn.Module, pieces: Tensor, mesh: DeviceMesh) -> float:
 
 @torch.no_grad()
 def write(model: nn.Module, prompt: str, length: int) -> str:
-    """What the model writes; the same on all ranks."""
+    """What the model writes after the prompt. The same on all ranks."""
     model.eval()
     text, dice = torch.tensor([list(prompt.encode())]), torch.Generator().manual_seed(0)
     for _ in range(length):
@@ -180,11 +180,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sampler = elastic.Sampler(len(train), arguments.batch_size, group=mesh.get_group("dp"))
     loader = DataLoader(TensorDataset(train), batch_sampler=sampler)
-    torch.manual_seed(1000 + mesh.get_local_rank("dp"))  # each copy drops other units
+    torch.manual_seed(1000 + mesh.get_local_rank("dp"))  # each copy drops different units
     completed = 0  # steps, in this process
 
     def is_victim(step: int) -> bool:
-        """One worker at most, and none that has only just taken a lost one's place: it would die in the same step again."""
+        """At most one worker per step, and none that has just replaced a lost one: it would die in the same step again."""
         chaos = random.Random(f"step {step}")
         hit, victim = chaos.random() < arguments.chaos, chaos.randrange(size)
         return hit and victim == rank and completed > 0

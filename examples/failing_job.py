@@ -7,7 +7,7 @@ the first rank as the cause and the others as its victims::
     rally run --nproc-per-node 4 examples/failing_job.py
     rally run --nproc-per-node 4 examples/failing_job.py --how segfault --rank 2
 
-Nothing here records errors (no decorator, no try): the launcher finds them out by itself.
+Nothing here records errors (no decorator, no try): the launcher finds them on its own.
 """
 
 import argparse

@@ -6,9 +6,9 @@ Rank 0 is the server, all others are workers::
     python examples/parameter_server.py
 
 The server keeps the model. Workers hold a reference to it and call its `update` in each step. The calls of one step wait for each
-other on the server without holding a thread, become one step of Adam, and are answered together. The second command is one process
-that processes, in each step, the images of all workers. The losses are the same: DIR/losses.json has them in double precision, so
-that you can compare them digit by digit.
+other on the server without holding a thread, become one step of Adam, and are answered together. With the second command, a
+single process handles the images of all workers in each step. The losses are the same: DIR/losses.json has them in double
+precision, so that you can compare them digit by digit.
 """
 
 import argparse
@@ -189,7 +189,7 @@ def work(
             share = batch[worker::num_workers]
             loss = cross_entropy(model(data.images[share]), data.labels[share], reduction="sum")
             model.zero_grad()
-            # Each worker has its part of the mean over the batch; the parts add up, even if they are uneven.
+            # Each worker contributes its part of the mean over the batch; the parts add up, even if they are uneven.
             (loss / len(batch)).backward()
             gradient = parameters_to_vector(each.grad for each in model.parameters())
             vector_to_parameters(
@@ -222,8 +222,8 @@ def main() -> None:
     rpc.init_rpc(names[rank], rank=rank, world_size=world_size)
     if rank == 0:
         serve(arguments, names[1:] or names)
-    # Waits for all processes; until then the workers serve calls. Not in a `finally`: after a failure the others
-    # may be gone.
+    # Waits for all processes; until then the workers serve calls. Not in a `finally`, because after a failure the
+    # others may be gone.
     rpc.shutdown()
 
 

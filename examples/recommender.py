@@ -1,14 +1,14 @@
 """Train a recommender whose embeddings are spread over processes, with gradients through calls.
 
-Rank 0 has the small dense part and trains; every other rank has a part of the embedding table::
+Rank 0 has the small dense part and runs the training; every other rank has a part of the embedding table::
 
     rally run --nproc-per-node 4 examples/recommender.py
     python examples/recommender.py
 
 The data are made up: each user and each item has a hidden taste, and the rating is their product. In each step the trainer asks
 every other rank for its part of the users and items of the batch, computes the loss, and sends the gradients back the same way.
-Only rows that a batch uses have a gradient, and only these are sent. The second command is one process that does the same; its
-losses in DIR/losses.json are the same.
+Only rows that a batch uses have a gradient, and only these are sent. With the second command, a single process does the same;
+its losses in DIR/losses.json are the same.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rallypoint.rpc.optim import DistributedOptimizer
 
 
 SHARDS = 3
-TASTES = 4  # hidden ones
+TASTES = 4  # hidden
 WIDTH = 8  # of an embedding
 
 
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Shard:
-    """Every third row of the table: those of the users and items whose number leaves this remainder."""
+    """Every third row of the table: the users and items whose number modulo 3 is the shard's number."""
 
     def __init__(self, shard: int, users: int) -> None:
         source = torch.Generator().manual_seed(shard)
@@ -63,7 +63,7 @@ class Shard:
 
 
 class Ratings:
-    """Made-up ratings. Everybody could compute them; only the trainer does."""
+    """Made-up ratings. Any rank could compute them; only the trainer does."""
 
     def __init__(self, users: int) -> None:
         self.source = torch.Generator().manual_seed(7)
@@ -71,7 +71,7 @@ class Ratings:
         self.tastes = torch.randn(2 * users, TASTES, generator=self.source, dtype=torch.float64)
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of users, rows of items (which follow those of the users), and ratings."""
+        """Rows of users, rows of items (which come after the users' rows in the table), and ratings."""
         users = torch.randint(self.users, (size,), generator=self.source)
         items = torch.randint(self.users, (size,), generator=self.source) + self.users
         return users, items, (self.tastes[users] * self.tastes[items]).sum(1) / TASTES
@@ -93,7 +93,7 @@ def train(arguments: argparse.Namespace, look_up, take_step) -> list[float]:
     """Train; return the losses.
 
     `look_up` takes the wanted rows of each shard and returns their embeddings. `take_step` calls a function that computes the
-    loss, updates all parameters by its gradients, and returns it.
+    loss, updates all parameters with its gradients, and returns the loss.
     """
     ratings = Ratings(arguments.users)
     losses = []
@@ -139,7 +139,7 @@ def train_over_processes(arguments: argparse.Namespace) -> list[float]:
 def train_alone(arguments: argparse.Namespace) -> list[float]:
     shards = [Shard(k, arguments.users) for k in range(SHARDS)]
     parameters = [each.table.weight for each in shards]
-    # One for the sparse and one for the dense gradients: as over processes, where each rank has its own.
+    # One for the sparse and one for the dense gradients, as with several processes, where each rank has its own.
     optimizers = [
         torch.optim.Adagrad(each, lr=arguments.learning_rate)
         for each in (parameters, dense.parameters())

@@ -1,9 +1,9 @@
 """Rallypoint: start, watch, restart and explain distributed PyTorch jobs.
 
 Importing this package is cheap, has no side effects, and does not import torch.
-Its parts: :mod:`rallypoint.launch` (``rally run`` and function launches) and :mod:`rallypoint.rendezvous`; and on top of
-torch :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and :mod:`rallypoint.compat`. What they report
-as they run is in :mod:`rallypoint.events`. :func:`progress` reports how far a script is.
+Its parts are :mod:`rallypoint.launch` (``rally run`` and function launches), :mod:`rallypoint.rendezvous` and, on top of
+torch, :mod:`rallypoint.elastic`, :mod:`rallypoint.rpc`, :mod:`rallypoint.parallel`, :mod:`rallypoint.join` and
+:mod:`rallypoint.compat`. :mod:`rallypoint.events` has the events they emit. :func:`progress` reports how far a script is.
 """
 
 from rallypoint._core.step_reports import progress

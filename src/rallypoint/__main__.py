@@ -8,12 +8,12 @@ import sys
 def main() -> int:
     """Run the command line of this process. Returns the exit code."""
     try:
-        # Takes 0.1 s, in which somebody who has mistyped presses Ctrl-C.
+        # Takes 0.1 s: time enough for a user who mistyped to press Ctrl-C.
         from rallypoint.launch.cli import main as command
     except KeyboardInterrupt:
         return 130
     code = command()
-    # When Python ends it collects, for nothing: that would be a tenth of the time that a short command takes.
+    # Python collects garbage at exit, to no purpose: that would take a tenth of a short command's time.
     gc.freeze()
     return code
 
@@ -22,7 +22,7 @@ def _without_current_folder() -> None:
     """`python -m` imports from the current folder first: a `uuid.py` there would hide Python's. The command `rally` does not."""
     try:
         folder = os.getcwd()
-    except OSError:  # it has been deleted, which is told later
+    except OSError:  # it has been deleted, which is reported later
         return
     if sys.path[:1] == [folder] and not sys.flags.safe_path:
         del sys.path[0]

@@ -12,8 +12,8 @@
     ├── LaunchError (also RuntimeError)    the job's processes could not be started or watched
     │   └── WorkersFailed                  workers ran and failed; carries the report
     ├── JoinError (also RuntimeError)      the ranks' training loops do not match
-    │   └── InputsExhausted                a rank ran out of inputs, and the block was told to end then
-    ├── ElasticError (also RuntimeError)   a session cannot go on in place
+    │   └── InputsExhausted                a rank ran out of inputs, and the block was told to stop there
+    ├── ElasticError (also RuntimeError)   a session cannot continue in place
     │   └── MembershipChanged              a member of the session's groups is lost
     ├── RpcError (also RuntimeError)       a remote call failed
     │   ├── RemoteError                    the remote function raised an exception that cannot be rebuilt here
@@ -66,7 +66,7 @@ class ConfigError(RallyError, ValueError):
 
 
 class DeadlineExceeded(RallyError, TimeoutError):
-    """A wait ran into its deadline; the message says what it waited for."""
+    """A wait exceeded its deadline; the message says what it was waiting for."""
 
 
 class RendezvousError(RallyError, RuntimeError):
@@ -139,7 +139,7 @@ class LaunchError(RallyError, RuntimeError):
 
 
 class Failure(Protocol):
-    """One worker that failed, or was stopped because of another one."""
+    """A worker that failed, or was stopped because another one failed."""
 
     @property
     def host(self) -> str:
@@ -159,7 +159,7 @@ class Failure(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Its process id."""
 
     @property
     def generation(self) -> int:
@@ -167,7 +167,7 @@ class Failure(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """None if a signal ended it."""
+        """Its exit code; None if a signal ended it."""
 
     @property
     def signal(self) -> int | None:
@@ -203,11 +203,11 @@ class Report(Protocol):
 
     @property
     def exit_code(self) -> int:
-        """The root cause's, as a shell would see it."""
+        """The root cause's exit code, as a shell would see it."""
 
     @property
     def reason(self) -> str:
-        """Why the job failed, if no worker is to blame; else empty."""
+        """Why the job failed if no worker is to blame; otherwise empty."""
 
     @property
     def log_folder(self) -> str | None:
@@ -218,11 +218,11 @@ class Report(Protocol):
         """The file with the same report as JSON, or None."""
 
     def text(self, width: int = 100, *, colour: bool = False) -> str:
-        """The report as it is shown at the end of a job: lines of at most ``width`` characters."""
+        """The report as shown at the end of a job, in lines of at most ``width`` characters."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """The report as it is written to ``report.json``."""
+        """The report as written to ``report.json``."""
         ...
 
 
@@ -246,13 +246,13 @@ class JoinError(RallyError, RuntimeError):
 
 
 class ElasticError(RallyError, RuntimeError):
-    """A session cannot go on in place: its processes, or what they hold, do not match."""
+    """A session cannot continue in place: its processes, or what they hold, do not match."""
 
 
 class MembershipChanged(ElasticError):
-    """A member of the session's groups is lost: raised by every collective under way, and every next one, until all have met again.
+    """A member of the session's groups is lost. All pending and further collectives raise this until all ranks have met again.
 
-    ``Session.step`` recovers from it; outside of a step, enter the next one.
+    ``Session.step`` recovers from it; outside a step, enter the next one.
 
     Args:
         ranks: the lost ranks.
@@ -385,7 +385,7 @@ class MessageTooLarge(RpcError):
 
     Args:
         what: the quantity that is limited, such as ``"bytes"``.
-        number: how much of it the message has.
+        number: the message's amount of it.
         limit: how much the receiver accepts.
         hint: the next step.
     """

@@ -1,7 +1,7 @@
-"""What a job says about itself as it runs: every event, and how to receive them.
+"""The events that a job emits as it runs, and how to receive them.
 
-Events of a process reach the functions given to :func:`subscribe`. To have them written by all processes of a job, set
-``RALLY_EVENTS`` to the path of a file (JSON lines), or to ``log``.
+A process delivers its events to the functions passed to :func:`subscribe`. To have all processes of a job write their
+events, set ``RALLY_EVENTS`` to the path of a file (JSON lines), or to ``log``.
 
     from rallypoint import events
 
@@ -57,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStarted(Event):
-    """A supervisor has begun a job.
+    """A supervisor has started a job.
 
     Args:
         run_id: the job's name.
@@ -100,7 +100,7 @@ class WorkerStarted(Event):
     """A worker's process runs.
 
     Args:
-        generation: of the worker.
+        generation: the worker's generation.
         rank: its rank.
         local_rank: its rank on this node.
         worker_pid: its pid.
@@ -117,14 +117,14 @@ class WorkerEnded(Event):
     """A worker's process has ended.
 
     Args:
-        generation: of the worker.
+        generation: the worker's generation.
         rank: its rank.
         local_rank: its rank on this node.
         worker_pid: its pid.
-        exit_code: None if a signal ended it.
+        exit_code: its exit code, or None if a signal ended it.
         signal: the number of that signal, or None.
         error: how it failed, in a few words ("raised ValueError: …"); empty if it ended well.
-        stopped: it was stopped because of another failure or a signal to the job.
+        stopped: whether it was stopped because of another failure or a signal to the job.
     """
 
     generation: int
@@ -139,12 +139,12 @@ class WorkerEnded(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerReplaced(Event):
-    """A worker of a session (:mod:`rallypoint.elastic`) was lost; another process takes its place. Told on every node.
+    """A worker of a session (:mod:`rallypoint.elastic`) was lost; another process takes its place. Emitted on every node.
 
     Args:
-        generation: of the job.
-        replaced: how many workers were replaced since the generation began, with this one.
-        rank: of the lost worker.
+        generation: the job's generation.
+        replaced: how many workers have been replaced since the generation began, including this one.
+        rank: the lost worker's rank.
         node_rank: its node.
         error: how it was lost, in a few words.
     """
@@ -158,13 +158,13 @@ class WorkerReplaced(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobHangs(Event):
-    """No worker has done anything for a while, and some wait in a collective. Told by node 0, once until something moves.
+    """No worker has made progress for a while, and some wait in a collective. Emitted by node 0, once until something moves.
 
     Args:
-        generation: of the job.
-        missing: the ranks for which the others wait, or whose call does not match theirs; empty if that is not known.
+        generation: the job's generation.
+        missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
         waiting: the others.
-        seconds: for how long nothing has moved.
+        seconds: how long nothing has moved.
     """
 
     generation: int
@@ -175,16 +175,16 @@ class JobHangs(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSlow(Event):
-    """The others wait for a worker in their collectives, for a while and by more than a little. Told by its node, once until it is over.
+    """The other workers have waited markedly for this one in their collectives. Emitted by its node, once until that is over.
 
     Args:
-        generation: of the job.
-        rank: the slow one.
-        share: the part of the time that the others wait for it, from 0 to 1.
-        late: seconds by which it comes later than the others in each step.
-        step: seconds that a step takes, or a part of it that repeats.
+        generation: the job's generation.
+        rank: the slow worker's rank.
+        share: the share of the time in which the others wait for it, from 0 to 1.
+        late: how many seconds later than the others it arrives in each step.
+        step: seconds that a step takes, or a repeating part of it.
         place: where its main thread is most often, in words; may be empty.
-        differences: what is different about it, in words; may be empty.
+        differences: how it differs from the others, in words; may be empty.
     """
 
     generation: int
@@ -201,13 +201,13 @@ class SessionRecovered(Event):
     """All workers of this node are back in the session after a loss.
 
     Args:
-        generation: of the job.
-        replaced: the loss that it follows, as in :class:`WorkerReplaced`.
+        generation: the job's generation.
+        replaced: the loss recovered from, numbered as in :class:`WorkerReplaced`.
         steps: how many steps are complete.
         repeated: whether a worker of this node repeats a step.
-        formed: seconds from the loss until all were connected again; most of it is the new process's set-up.
-        transferred: seconds that the state took.
-        bytes_received: bytes of state that this node's workers got.
+        formed: seconds from the loss until all were connected again; most of that is the new process's set-up.
+        transferred: seconds that the transfer of the state took.
+        bytes_received: bytes of state that this node's workers received.
     """
 
     generation: int
@@ -224,7 +224,7 @@ class SignalReceived(Event):
     """The supervisor was told to stop, or to pass a signal on.
 
     Args:
-        name: of the signal: ``SIGTERM``.
+        name: the signal's name, such as ``SIGTERM``.
     """
 
     name: str
@@ -232,11 +232,11 @@ class SignalReceived(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeReported(Event):
-    """Another node has told something.
+    """Another node has reported something.
 
     Args:
-        generation: what it is about.
-        node_rank: the node.
+        generation: the generation that the report is about.
+        node_rank: the reporting node's rank.
         what: ``failed``, ``stopped``, ``leaving``, ``lost`` or ``waiting`` (to be admitted).
         reason: in words; may be empty.
     """
@@ -254,7 +254,7 @@ class GenerationEnded(Event):
     Args:
         generation: its number.
         aim: what follows: ``succeed``, ``restart``, ``fail`` or ``signalled``.
-        failed_ranks: workers of this node that failed, the first one to blame first.
+        failed_ranks: workers of this node that failed, the one most to blame first.
     """
 
     generation: int
@@ -290,10 +290,10 @@ class RoundFormed(Event):
 
     Args:
         run_id: the job's name.
-        generation: of the round.
-        rank: this node's rank in it.
+        generation: the round's generation.
+        rank: this node's rank in the round.
         num_nodes: the number of members.
-        seconds: how long this node waited for it.
+        seconds: how long this node waited for the round.
     """
 
     run_id: str
@@ -309,9 +309,9 @@ class NodeLost(Event):
 
     Args:
         run_id: the job's name.
-        generation: of the round.
+        generation: the round's generation.
         rank: the lost member's rank.
-        certain: its end was seen, not only its silence.
+        certain: whether its end was seen, and not only its silence.
         reason: in words.
     """
 
@@ -324,7 +324,7 @@ class NodeLost(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLost(Event):
-    """The job's store cannot be reached any more; the nodes look for it, or for its successor.
+    """The job's store can no longer be reached; the nodes look for it, or for its successor.
 
     Args:
         run_id: the job's name.
@@ -382,11 +382,11 @@ class MemberGone(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanOut(Event):
-    """This rank has no inputs left, and matches the other ranks' steps.
+    """This rank has no inputs left, and now matches the other ranks' steps.
 
     Args:
-        rank: in the group of the Join.
-        steps: how many steps of its own it had.
+        rank: its rank in the Join's group.
+        steps: how many steps of its own it made.
     """
 
     rank: int
@@ -398,9 +398,9 @@ class JoinEnded(Event):
     """All ranks have finished a loop.
 
     Args:
-        rank: in the group of the Join.
+        rank: this rank in the Join's group.
         own_steps: steps in which this rank had inputs.
-        steps: steps of the longest rank.
+        steps: steps of the rank with the most.
     """
 
     rank: int

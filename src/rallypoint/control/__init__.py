@@ -1,6 +1,6 @@
-"""Jobs that run: finding them on this host, and asking their supervisors.
+"""Running jobs: finding them on this host, and asking their supervisors.
 
-Each supervisor serves a Unix socket in a folder that only its user can enter. Nothing else happens there until somebody asks.
+Each supervisor serves a Unix socket in a folder that only its user can enter. Nothing more is done until a client asks.
 
     from rallypoint.launch import connect
 

@@ -16,11 +16,11 @@ from rallypoint.errors import ControlError
 from . import messages, sockets
 
 
-# A supervisor answers at once unless it stands still.
+# A supervisor answers at once unless it is stopped.
 ANSWER_PATIENCE = 5.0
-# What other nodes' answers may take longer than those are given.
+# Extra seconds for the answers of other nodes to arrive, beyond the time the nodes are given.
 NODES_WAY = 2.0
-# What stacks may take longer than the supervisors are given to read them.
+# Extra seconds for stacks to arrive, beyond the time the supervisors are given to read them.
 STACKS_WAY = 8.0
 STACKS_PATIENCE = 10.0
 
@@ -30,7 +30,7 @@ class NoSuchJobError(ControlError):
 
 
 class RunningJob:
-    """A job on this host, by the supervisor of this node.
+    """A job on this host, reached through this node's supervisor.
 
     Args:
         path: its control socket.
@@ -41,30 +41,30 @@ class RunningJob:
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
+        """The supervisor's pid."""
         return sockets.pid(self.path)
 
     def status(self) -> dict[str, Any]:
-        """What the job does now.
+        """What the job is doing now.
 
         Returns:
-            A dictionary; docs/operations.md has its keys.
+            A dictionary; docs/operations.md lists its keys.
         Raises:
-            ControlError: it has ended, or does not answer.
+            ControlError: the job has ended, or does not answer.
         """
         return self.ask({"ask": "status"}, ANSWER_PATIENCE)
 
     def nodes(
         self, only: Sequence[int] = (), *, patience: float = ANSWER_PATIENCE
     ) -> dict[int, dict[str, Any] | None]:
-        """What the supervisors of all the job's nodes say of it.
+        """The status of the job on each of its nodes.
 
         Args:
-            only: the ranks of nodes; empty: all.
-            patience: seconds.
+            only: the ranks of the nodes to ask; empty: all.
+            patience: seconds to wait.
         Returns:
-            By rank of the node: as :meth:`status`; None for one that does not answer in time. Before the first round, this node
-            alone, as rank 0.
+            By node rank, what :meth:`status` returns there, or None for a node that does not answer in time. Before the first
+            round, this node alone, as rank 0.
         Raises:
             ControlError: the job has ended, does not answer, or its nodes cannot be asked.
         """
@@ -81,16 +81,16 @@ class RunningJob:
         here: bool = False,
         patience: float = STACKS_PATIENCE,
     ) -> list[dict[str, Any]]:
-        """The Python stacks of the job's workers, on all nodes, and of their children, without their help.
+        """The Python stacks of the job's workers on all nodes, and of their children, without their cooperation.
 
         Args:
-            ranks: of these; empty: of all.
-            native: C frames as well; needs py-spy.
+            ranks: the ranks to read; empty: all.
+            native: include C frames; needs py-spy.
             by_signal: do not use py-spy, even if it is installed.
-            here: of this node alone.
-            patience: seconds.
+            here: only this node's workers.
+            patience: seconds to wait.
         Returns:
-            A record for each process, in the order of ranks; docs/operations.md has its keys. Nodes that do not answer in
+            A record for each process, ordered by rank; docs/operations.md lists its keys. Nodes that do not answer in
             time are missing.
         Raises:
             ControlError: the job has ended, or does not answer.
@@ -101,12 +101,12 @@ class RunningJob:
         return processes
 
     def usage(self, *, patience: float = ANSWER_PATIENCE) -> list[dict[str, Any]]:
-        """What the job's workers use, on all nodes, each with its children: CPU time, memory, threads, storage.
+        """What the job's workers on all nodes use, each with its children: CPU time, memory, threads, storage.
 
         Args:
-            patience: seconds.
+            patience: seconds to wait.
         Returns:
-            A record for each worker, in the order of ranks; docs/operations.md has its keys.
+            A record for each worker, ordered by rank; docs/operations.md lists its keys.
         Raises:
             ControlError: the job has ended, or does not answer.
         """
@@ -120,8 +120,8 @@ class RunningJob:
         """Send a request, and wait for the answer.
 
         Args:
-            question: its ``ask`` says what for; ``status``, ``stacks`` and ``usage`` have methods of their own.
-            patience: seconds.
+            question: its ``ask`` names what is wanted; ``status``, ``stacks`` and ``usage`` have their own methods.
+            patience: seconds to wait.
         Returns:
             The answer.
         Raises:
@@ -158,13 +158,13 @@ class RunningJob:
 def stacks_question(
     ranks: Sequence[int], *, native: bool, by_signal: bool, here: bool
 ) -> dict[str, Any]:
-    """What :meth:`RunningJob.stacks` asks, but for the time that it may take."""
+    """The request that :meth:`RunningJob.stacks` sends, without its time limit."""
     how = {"native": native, "by_signal": by_signal, "here": here}
     return {"ask": "stacks", "ranks": list(ranks), **how}
 
 
 def running() -> Iterator[tuple[RunningJob, dict[str, Any] | ControlError]]:
-    """This user's jobs on this host, each with its status or why it has none.
+    """This user's jobs on this host, each with its status, or the error if it gave none.
 
     The sockets of supervisors that were killed are removed.
     """
@@ -181,14 +181,14 @@ def running() -> Iterator[tuple[RunningJob, dict[str, Any] | ControlError]]:
 
 
 def connect(job: str = "") -> RunningJob:
-    """A job that runs on this host.
+    """Find a job that runs on this host.
 
     Args:
-        job: its run id, the pid of its supervisor, or the beginning of its id; empty: the only one.
+        job: its run id, a prefix of that, or its supervisor's pid; empty: the only job.
     Returns:
         The job.
     Raises:
-        ControlError: there is none, or several, or it does not answer.
+        ControlError: no job matches, or several do, or the job does not answer.
     """
     every = list(running())
     found = [(each, told) for each, told in every if isinstance(told, dict)]
@@ -214,7 +214,7 @@ def connect(job: str = "") -> RunningJob:
 
 
 def _named(job: str, silent: Sequence[tuple[RunningJob, ControlError]]) -> list[ControlError]:
-    """Why those that may be meant have not answered."""
+    """The errors of the silent jobs that the name may refer to."""
     exact = [told for each, told in silent if job == str(each.pid)]
     return exact or [
         told for each, told in silent if sockets.safe_id(each.path).startswith(sockets.safe(job))
@@ -222,7 +222,7 @@ def _named(job: str, silent: Sequence[tuple[RunningJob, ControlError]]) -> list[
 
 
 def _other_owner(job: str) -> str | None:
-    """Whose process this is, if ``job`` is the pid of another user's."""
+    """The owner of the process, if ``job`` is the pid of another user's process."""
     if not job.isdecimal():
         return None
     try:
@@ -238,7 +238,7 @@ def _other_owner(job: str) -> str | None:
 
 
 def is_id(name: str) -> bool:
-    """Whether this is the id of a job that runs on this host. Does not ask the others."""
+    """Whether this is the id of a job that runs on this host. Asks only jobs whose sockets have that name."""
     for path in sockets.present():
         if sockets.safe_id(path) != sockets.safe(name) or sockets.is_dead(path):
             continue
@@ -249,5 +249,5 @@ def is_id(name: str) -> bool:
 
 
 def is_running(job: RunningJob) -> bool:
-    """Whether the supervisor has not ended."""
+    """Whether the job's supervisor is still running."""
     return job.path.exists() and not sockets.is_dead(job.path)

@@ -1,4 +1,4 @@
-"""The words after a command about a job: its name, ranks, flags. Pure."""
+"""The arguments of a command about a job: its name, ranks, flags. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rallypoint.errors import ConfigError
 
 @dataclass(slots=True)
 class Given:
-    """What was given.
+    """The parsed arguments.
 
     Args:
-        job: its name; empty: the only one.
-        ranks: of ``--rank``; empty: all.
-        switches: flags without a value.
-        values: the values of flags that have one.
+        job: the job's name; empty: the only job.
+        ranks: the ranks given by ``--rank``; empty: all.
+        switches: the given flags that take no value.
+        values: the values of the other flags.
     """
 
     job: str = ""
@@ -28,15 +28,15 @@ class Given:
 def parse(
     command: str, words: Sequence[str], *, switches: Collection[str], values: Collection[str] = ()
 ) -> Given:
-    """Read the words after a command.
+    """Parse the arguments of a command.
 
     Args:
         command: its name, for messages.
-        words: those after it.
-        switches: flags without a value.
-        values: flags with one, beside ``--rank``.
+        words: the arguments after it.
+        switches: flags that take no value.
+        values: flags that take one, besides ``--rank``.
     Raises:
-        ConfigError: a flag is unknown or lacks its value, a rank is no number, or there are two jobs.
+        ConfigError: a flag is unknown or lacks its value, a rank is not a number, or there are two jobs.
     """
     given = Given()
     help_words = f"rally {command} --help"

@@ -1,6 +1,6 @@
-"""What processes use of NVIDIA GPUs, as the driver knows it (NVML, by the package nvidia-ml-py).
+"""The processes' use of NVIDIA GPUs, as the driver reports it (NVML, through the package nvidia-ml-py).
 
-The driver names processes by their ids on the host. In a container with ids of its own, nothing may be found.
+The driver identifies processes by their pids on the host. In a container with its own pids, nothing may be found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rallypoint._core import side_thread
 
 
 class _Reading:
-    """What a thread finds out."""
+    """The result of a reading thread."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -21,15 +21,15 @@ class _Reading:
 
 
 class Gpus:
-    """The GPUs of this host. Opened at the first question; threads may ask at the same time."""
+    """The GPUs of this host. Opened on first use; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = False
-        # Under the lock, until it is open. Empty: no package, no driver or no GPU.
+        # Set under the lock when opened. Empty: no package, no driver or no GPU.
         self._handles: list[Any] = []
         self._library: Any = None
-        # Of the one thread that must not wait.
+        # Only for the one thread that must not wait.
         self._reading: _Reading | None = None
         self._last: dict[int, dict[str, Any]] = {}
 
@@ -37,10 +37,10 @@ class Gpus:
         """What workers use.
 
         Args:
-            workers: by a key of the caller's, the pids of a worker and its children.
+            workers: by the caller's key, the pids of a worker and its children.
         Returns:
-            By the same key, for those that use a GPU: ``gpu`` (percent of the time in which the busiest of its GPUs ran a
-            kernel, of any process; None if the driver does not say) and ``gpu_memory`` (bytes of its processes; None as well).
+            By the same key, for those that use a GPU: ``gpu`` (percent of the time in which the busiest of its GPUs ran any
+            process's kernel) and ``gpu_memory`` (bytes of its processes). Each is None if the driver does not say.
         """
         self._open()
         busy: dict[int, list[float]] = {}
@@ -61,11 +61,11 @@ class Gpus:
     def used_soon(
         self, workers: Mapping[int, frozenset[int]], patience: float
     ) -> dict[int, dict[str, Any]]:
-        """As :meth:`used`, for a thread that must not wait: the driver may take minutes when a GPU has failed.
+        """Like :meth:`used`, for a thread that must not wait: the driver may take minutes when a GPU has failed.
 
         Args:
-            workers: as there.
-            patience: how many seconds it may take. Then, and as long as the driver does not answer, what was found last is returned.
+            workers: as in :meth:`used`.
+            patience: how many seconds it may take. After that, and until the driver answers, returns the last known values.
         """
         if self._is_open and self._reading is None and not self._handles:
             return {}
@@ -85,7 +85,7 @@ class Gpus:
         return {key: self._last[key] for key in workers if key in self._last}
 
     def _taken(self) -> bool:
-        """Whether the reading has come to its end; it is the last one then."""
+        """Whether the reading is complete. If so, keep its result as the last one."""
         if self._reading is None or not self._reading.done.is_set():
             return False
         self._last, self._reading = self._reading.found, None
@@ -106,10 +106,10 @@ class Gpus:
                 count = pynvml.nvmlDeviceGetCount()
                 self._handles = [pynvml.nvmlDeviceGetHandleByIndex(each) for each in range(count)]
             except pynvml.NVMLError:
-                pass  # no driver, or it is another version than its library
+                pass  # no driver, or its version differs from its library's
 
     def _running(self, handle: Any) -> list[tuple[int, int | None]]:
-        """The pids that use a GPU, and how many bytes of it."""
+        """The pids that use a GPU, and how many bytes of its memory each uses."""
         try:
             running = self._library.nvmlDeviceGetComputeRunningProcesses(handle)
         except self._library.NVMLError:
@@ -117,7 +117,7 @@ class Gpus:
         return [(each.pid, each.usedGpuMemory) for each in running]
 
     def _busy(self, handle: Any) -> list[float]:
-        """In percent of the time; empty if the driver does not say, as for a GPU that is partitioned (MIG)."""
+        """The utilization in percent of the time; empty if the driver does not say, as for a partitioned GPU (MIG)."""
         try:
             return [float(self._library.nvmlDeviceGetUtilizationRates(handle).gpu)]
         except self._library.NVMLError:

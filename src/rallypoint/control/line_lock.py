@@ -1,6 +1,6 @@
-"""The lock of workers' lines: two who ask at a time would read each other's answers.
+"""The lock on the lines to the workers: two threads asking at once would read each other's answers.
 
-A worker shows its stacks and tells its collectives over one line. A fork may start jobs of its own.
+A worker sends its stacks and its collectives over one line. The lock is fork-safe: a fork may start its own jobs.
 """
 
 from __future__ import annotations

@@ -16,18 +16,18 @@ MAX_ANSWER: Final = 256 * 1024 * 1024
 
 
 def pack(body: Mapping[str, Any]) -> bytes:
-    """A request or an answer, as it is sent."""
+    """A request or an answer in the form in which it is sent."""
     return json.dumps({"version": VERSION, **body}, separators=(",", ":")).encode() + b"\n"
 
 
 def unpack(line: bytes, sender: str) -> dict[str, Any]:
-    """What was sent.
+    """Parse a received message.
 
     Args:
-        line: without limit here; the reader has limited it.
-        sender: for messages.
+        line: of any length here; the reader has limited it.
+        sender: the sender's name, for error messages.
     Raises:
-        ControlError: it is no message, or of another version.
+        ControlError: it is not a message, or is of another version.
     """
     try:
         body = json.loads(line)

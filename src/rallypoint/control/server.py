@@ -1,7 +1,7 @@
-"""The control socket of a supervisor: takes requests of its user's processes, and sends the answers.
+"""The control socket of a supervisor: receives requests from its user's processes, and sends the answers.
 
-One descriptor in the supervisor's loop stands for the socket and all connections. Answers that take a while are made in a
-thread of their own; there is none before somebody asks.
+One descriptor in the supervisor's loop covers the socket and all connections. An answer that takes a while is made in its
+own thread, which is started on demand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ControlServer:
     """Serves one job's control socket. All calls come from one thread.
 
     Args:
-        run_id: the job's, for the socket's name.
+        run_id: the job's id, for the socket's name.
         handler: answers requests.
 
     Raises:
@@ -69,11 +69,11 @@ class ControlServer:
             self._epoll.register(fd, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when :meth:`serve` is to be called."""
+        """A descriptor that is readable when :meth:`serve` should be called."""
         return self._epoll.fileno()
 
     def serve(self) -> None:
-        """Do what can be done without waiting."""
+        """Do whatever can be done without blocking."""
         for fd, _ in self._epoll.poll(0):
             if fd == self._listener.fileno():
                 self._accept()
@@ -83,7 +83,7 @@ class ControlServer:
                 self._go_on(self._connections[fd])
 
     def close(self) -> None:
-        """End all connections and remove the socket. A second call does nothing."""
+        """Close all connections and remove the socket. A second call does nothing."""
         if self._wake < 0:
             return
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class ControlServer:
         self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: it is the parent's. A second call does nothing."""
+        """Close all but keep the socket's path: in a forked child, it is the parent's. A second call does nothing."""
         if self._wake < 0:
             return
         self._epoll.close()
@@ -111,7 +111,7 @@ class ControlServer:
                     return
                 self._connections[accepted.fileno()] = _Connection(accepted)
         except OSError:
-            return  # it has gone again, or a limit is reached
+            return  # the client has gone again, or a limit is reached
         accepted.setblocking(False)
         self._epoll.register(accepted.fileno(), select.EPOLLIN)
 
@@ -188,7 +188,7 @@ class ControlServer:
 
 
 def _is_allowed(connection: socket.socket) -> bool:
-    """Whether it is this user's, or root's. Nobody else can enter the folder, but its mode may be changed."""
+    """Whether the client is this user or root. No one else can enter the folder, but its mode may be changed."""
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )

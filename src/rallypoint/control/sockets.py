@@ -1,4 +1,4 @@
-"""Where the control sockets of this user's jobs are: one per supervisor, ``<id>.<pid>.<random>.sock``."""
+"""Where to find the control sockets of this user's jobs: one per supervisor, ``<id>.<pid>.<random>.sock``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint._core import private, process, unix_listener, user_folder
 
 
 _FOLDER = "jobs"
-# What :func:`bind` makes. Anything else in the folder is somebody's own.
+# The names that :func:`bind` makes. Other files in the folder are not ours.
 _NAME = re.compile(r"[A-Za-z0-9_-]+\.([0-9]{1,7})\.[0-9a-f]{8}\.sock")
 # The path of a Unix socket has at most 107 bytes.
 _MAX_ID = 40
@@ -25,22 +25,22 @@ def folders() -> list[Path]:
 
 
 def safe(run_id: str) -> str:
-    """A job's id as it is in the name of its socket."""
+    """A job's id in the form used in its socket's name."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", run_id)[:_MAX_ID]
 
 
 def safe_id(path: Path) -> str:
-    """What stands for the job's id in the name of a socket."""
+    """The part of a socket's name that is made from the job's id."""
     return path.name.rsplit(".", 3)[0]
 
 
 def pid(path: Path) -> int:
-    """Of the supervisor whose socket this is, as it is numbered there."""
+    """The pid of the socket's supervisor, in the supervisor's own pid namespace."""
     return int(path.name.rsplit(".", 3)[1])
 
 
 def bind(run_id: str) -> tuple[socket.socket, Path]:
-    """A listening socket under a new name. Removes what killed supervisors have left.
+    """A listening socket with a new name. Removes the sockets that killed supervisors left behind.
 
     Raises:
         OSError: there is no private folder for it.
@@ -68,7 +68,7 @@ def bind(run_id: str) -> tuple[socket.socket, Path]:
 
 
 def present() -> list[Path]:
-    """All control sockets, of living and dead supervisors, in the order of their names."""
+    """All control sockets, of living and dead supervisors, sorted by name."""
     found: list[Path] = []
     for folder in folders():
         try:
@@ -80,13 +80,13 @@ def present() -> list[Path]:
 
 
 def is_dead(path: Path) -> bool:
-    """Whether nobody listens at a socket any more."""
+    """Whether no process listens on a socket any more."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:
         line.settimeout(1.0)
         try:
             line.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            return True  # the second: it has ended, or somebody else has just removed its socket
+            return True  # the second: it has ended, or another process has just removed its socket
         except OSError:
             return False
         return False
@@ -94,8 +94,8 @@ def is_dead(path: Path) -> bool:
 
 def _remove_dead() -> None:
     for path in present():
-        # With many supervisors on this host, asking each of them would take long. In another container, with the same folder
-        # and its own numbers, a process may live whose number is not known here.
+        # The pid is checked first, since connecting to each of many supervisors would take long. That alone does not suffice:
+        # in another container that shares the folder, a supervisor may live whose pid is unknown here.
         if not process.is_running(pid(path)) and is_dead(path):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -20,10 +20,10 @@ def of_workers(pids: Iterable[int], gpu_patience: float | None = None) -> dict[i
     """By pid, what each of these processes uses with all its descendants.
 
     Args:
-        pids: of the processes.
-        gpu_patience: how many seconds GPUs may take to answer (:meth:`.Gpus.used_soon`); None: as long as they do.
+        pids: the processes.
+        gpu_patience: how many seconds GPUs may take to answer (:meth:`.Gpus.used_soon`); None: no limit.
     Returns:
-        What :func:`usage` returns, and ``gpu`` and ``gpu_memory``, as :meth:`.Gpus.used` returns them; None without GPUs.
+        What :func:`usage` returns, and ``gpu`` and ``gpu_memory`` as in :meth:`.Gpus.used`; both None without GPUs.
     """
     families = {pid: (pid, *process.descendants(pid)) for pid in pids}
     asked = {pid: frozenset(family) for pid, family in families.items()}
@@ -33,20 +33,20 @@ def of_workers(pids: Iterable[int], gpu_patience: float | None = None) -> dict[i
 
 
 def usage(pid: int) -> dict[str, Any]:
-    """Of a process with all its descendants.
+    """What a process uses with all its descendants.
 
     Args:
         pid: the process.
     Returns:
-        ``cpu`` (seconds so far), ``memory`` (resident bytes), ``threads``, ``children``, ``read`` and ``written`` (bytes that
-        went to or came from storage), ``state`` (of the process itself: R, S, D, T, Z; empty if it is gone), ``core`` (the CPU
+        ``cpu`` (seconds so far), ``memory`` (resident bytes), ``threads``, ``children``, ``read`` and ``written`` (bytes
+        from and to storage), ``state`` (of the process itself: R, S, D, T, Z; empty if it is gone), ``core`` (the CPU
         that it ran on last).
     """
     return _used_by((pid, *process.descendants(pid)))
 
 
 def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
-    """Of a process, the first, and its descendants."""
+    """What a family uses: a process, which comes first, and its descendants."""
     found = {"cpu": 0.0, "memory": 0, "threads": 0, "children": -1, "read": 0, "written": 0}
     told: dict[str, Any] = {**found, "state": "", "core": -1}
     for each in family:
@@ -60,7 +60,7 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
             continue  # it has ended
         if each == family[0]:
             told["state"], told["core"] = fields[0], int(fields[36])
-        # With that of children that have ended: it must not vanish with them.
+        # Includes the time of children that have ended, which must not vanish with them.
         told["cpu"] += sum(map(int, fields[11:15])) / _TICKS
         told["threads"] += int(fields[17])
         told["memory"] += pages * _PAGE
@@ -74,7 +74,7 @@ def _used_by(family: tuple[int, ...]) -> dict[str, Any]:
 def _moved(pid: int) -> tuple[int, int]:
     try:
         text = Path(f"/proc/{pid}/io").read_text(errors="replace")
-    except (PermissionError, FileNotFoundError):  # it runs as another user; a kernel without this
+    except (PermissionError, FileNotFoundError):  # another user's, or no such file
         return 0, 0
     values = dict(line.split(": ") for line in text.splitlines())
     return int(values["read_bytes"]), int(values["write_bytes"])

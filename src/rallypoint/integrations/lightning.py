@@ -1,4 +1,4 @@
-"""Lightning's Trainer tells `rally run` its steps. Needs ``pip install lightning`` or ``pytorch-lightning``."""
+"""Reports the steps of Lightning's Trainer to `rally run`. Needs ``pip install lightning`` or ``pytorch-lightning``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reporting import report
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
-    # Both may be installed, and each knows only its own callbacks.
+    # Both may be installed, and each accepts only its own callbacks.
     from pytorch_lightning import Callback
 else:
     try:
@@ -29,19 +29,19 @@ __all__ = ["ProgressCallback"]
 
 
 class ProgressCallback(Callback):  # type: ignore[misc]  # Lightning may be missing
-    """Calls :func:`rallypoint.progress` after each training batch, with what ``self.log`` was given last.
+    """Calls :func:`rallypoint.progress` after each training batch, with the newest values passed to ``self.log``.
 
-    ``Trainer(..., callbacks=[ProgressCallback()])``. A step is one of the optimizer, as in ``trainer.global_step``.
+    ``Trainer(..., callbacks=[ProgressCallback()])``. A step is an optimizer step, as in ``trainer.global_step``.
     """
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch is through.
+        """A batch is complete.
 
         Args:
             trainer: has ``global_step``, ``estimated_stepping_batches`` and ``callback_metrics``.
-            pl_module, outputs, batch, batch_idx: as of this hook.
+            pl_module, outputs, batch, batch_idx: as Lightning passes them to this hook.
         """
-        # The metrics are tensors: they are read only when it is time to show them.
+        # The metrics are tensors, which are read only when it is time to show them.
         report(trainer.global_step, trainer.estimated_stepping_batches, trainer.callback_metrics)

@@ -1,4 +1,4 @@
-"""Steps as frameworks know them."""
+"""Reports the steps that frameworks count."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from rallypoint._core.step_reports import MAX_METRICS, progress
 
 
-# A script's own names, which may be those of progress()'s parameters.
+# Names of progress()'s parameters, which a script may also give to its own numbers.
 _TAKEN = {"step", "total"}
 
 
 def report(step: Any, total: Any, numbers: Mapping[str, Any]) -> None:
-    """:func:`rallypoint.progress` for any numbers by any names: those it has no room for are left out.
+    """Call :func:`rallypoint.progress` with any numbers under any names. Those it has no room for are left out.
 
     Args:
-        step: how many are complete.
-        total: of how many; None, NaN or infinity: not known.
-        numbers: by name. What is no number is left out.
+        step: how many steps are complete.
+        total: how many there are in all; None, NaN or infinity: unknown.
+        numbers: by name. Values that are not numbers are left out.
     """
     if isinstance(total, float) and not math.isfinite(total):
         total = None

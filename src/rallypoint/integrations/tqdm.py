@@ -1,4 +1,4 @@
-"""tqdm whose steps `rally run` shows, too. Needs ``pip install tqdm``."""
+"""A tqdm whose steps `rally run` shows as well. Needs ``pip install tqdm``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["tqdm", "trange"]
 
 
 class tqdm(plain_tqdm):  # type: ignore[misc]  # noqa: N801  tqdm has no types, and this name
-    """A bar of tqdm that also calls :func:`rallypoint.progress`: each step, the total, and the numbers of ``set_postfix``.
+    """A tqdm bar that also calls :func:`rallypoint.progress` with each step, the total, and the numbers of ``set_postfix``.
 
     For the loop over training steps. Use plain tqdm for loops around it and within it, such as those over epochs and
-    over validation batches: the newest report is the one that is shown. ``disable=True`` draws nothing and reports all the same.
+    validation batches, because only the newest report is shown. With ``disable=True`` it draws nothing but still reports.
 
     Args:
-        args, kwargs: as of :class:`tqdm.tqdm`.
+        args, kwargs: as for :class:`tqdm.tqdm`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +29,7 @@ class tqdm(plain_tqdm):  # type: ignore[misc]  # noqa: N801  tqdm has no types, 
 
     def __iter__(self) -> Iterator[Any]:
         """The items; each is reported as a step when the next one is asked for."""
-        # tqdm brings its own count up to date only when it draws.
+        # tqdm updates its own count only when it draws.
         done = self.n
         for item in super().__iter__():
             yield item
@@ -37,7 +37,7 @@ class tqdm(plain_tqdm):  # type: ignore[misc]  # noqa: N801  tqdm has no types, 
             report(done, self.total, self._numbers)
 
     def update(self, n: float | None = 1) -> bool | None:
-        """As tqdm's.
+        """As in tqdm, and report the steps.
 
         Args:
             n: how many more steps are complete.
@@ -46,7 +46,7 @@ class tqdm(plain_tqdm):  # type: ignore[misc]  # noqa: N801  tqdm has no types, 
             Whether the bar was drawn.
         """
         drawn: bool | None = super().update(n)
-        if self.disable:  # tqdm does not count then
+        if self.disable:  # then tqdm does not count
             self.n += n or 0
         report(self.n, self.total, self._numbers)
         return drawn
@@ -54,7 +54,7 @@ class tqdm(plain_tqdm):  # type: ignore[misc]  # noqa: N801  tqdm has no types, 
     def set_postfix(
         self, ordered_dict: Mapping[str, Any] | None = None, refresh: bool = True, **kwargs: Any
     ) -> None:
-        """As tqdm's. Numbers are reported with the next steps.
+        """As in tqdm. The numbers are reported with the next steps.
 
         Args:
             ordered_dict, kwargs: names and values.
@@ -68,8 +68,8 @@ def trange(*args: int, **kwargs: Any) -> tqdm:
     """``tqdm(range(*args), **kwargs)``.
 
     Args:
-        args: as of :class:`range`.
-        kwargs: as of :class:`tqdm`.
+        args: as for :class:`range`.
+        kwargs: as for :class:`tqdm`.
 
     Returns:
         The bar.

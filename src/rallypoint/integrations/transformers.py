@@ -1,4 +1,4 @@
-"""The Trainer of transformers tells `rally run` its steps. Needs ``pip install transformers``."""
+"""Reports the steps of the transformers Trainer to `rally run`. Needs ``pip install transformers``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .reporting import report
 
 __all__ = ["ProgressCallback"]
 
-# What the Trainer logs of training. The rest are speeds and totals, which are shown anyway or mean nothing here.
+# What the Trainer logs about training. The rest are speeds and totals, which are shown anyway or mean nothing here.
 _SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
 class ProgressCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
-    """Calls :func:`rallypoint.progress` after each optimizer step, with the losses and the learning rate that were logged last.
+    """Calls :func:`rallypoint.progress` after each step, with the newest losses, gradient norm and learning rate.
 
     ``Trainer(..., callbacks=[ProgressCallback()])``, on all ranks.
     """
@@ -36,7 +36,7 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
         """The Trainer has logged something.
 
         Args:
-            args, state, control, kwargs: as of every hook.
+            args, state, control, kwargs: as for every hook.
             logs: names and values.
         """
         found = logs or {}
@@ -46,7 +46,7 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]  # transformers m
         """A step is complete.
 
         Args:
-            args, control, kwargs: as of every hook.
+            args, control, kwargs: as for every hook.
             state: has ``global_step`` and ``max_steps``.
         """
         report(state.global_step, state.max_steps, self._numbers)

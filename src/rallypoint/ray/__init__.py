@@ -18,7 +18,7 @@ __all__ = ["Bundles", "RallyTrainer"]
 
 
 def call_on_hosts(call: payload.Call, cfg: MultiprocessConfig) -> list[Any]:
-    """Makes this module an argument: ``launch_subprocesses(…, hosts=rallypoint.ray)``. See :class:`Bundles`."""
+    """Lets this module itself be passed as ``launch_subprocesses(…, hosts=rallypoint.ray)``. See :class:`Bundles`."""
     return Bundles().call_on_hosts(call, cfg)
 
 

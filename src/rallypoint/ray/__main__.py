@@ -12,7 +12,7 @@ from .job_words import USAGE, read
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the job. Returns the exit code: as `rally run`."""
+    """Run the job. Returns the same exit code as `rally run`."""
     if not words or words[0] in {"-h", "--help"}:
         print(USAGE)  # noqa: T201
         return 0 if words else 2

@@ -18,14 +18,14 @@ from .sizes import shape_of
 class Bundles:
     """Where the workers of a function launch are: ``hosts=Bundles(num_nodes=2, resources_per_node={"GPU": 4})``.
 
-    What is unset follows from the sizes of the config: with ``local_world_size``, or GPUs, each node has as many workers; else
-    each worker has a bundle of its own, and Ray packs them.
+    What is unset follows from the sizes of the config. With ``local_world_size``, or GPUs, each node has that many workers;
+    otherwise each worker has its own bundle, and Ray packs them.
 
     Args:
         num_nodes: how many bundles.
-        resources_per_node: of a bundle, ``{"CPU": 8, "GPU": 4}``. Default: a CPU for each worker.
+        resources_per_node: a bundle's resources, such as ``{"CPU": 8, "GPU": 4}``. Default: a CPU for each worker.
         strategy: how Ray places the bundles.
-        flags: of ``rally run``: ``["--max-restarts", "3"]``.
+        flags: flags of ``rally run``, such as ``["--max-restarts", "3"]``.
         placement_timeout: seconds to wait until the cluster has room for all bundles; None: without limit.
     """
 
@@ -38,7 +38,7 @@ class Bundles:
     def call_on_hosts(self, call: payload.Call, cfg: MultiprocessConfig) -> list[Any]:
         """Make a call on all workers.
 
-        Blocks: until the job has ended and all its processes with it.
+        Blocks: until the job and all its processes have ended.
         Args:
             call: the function and its arguments.
             cfg: the sizes, backends and parallelism.

@@ -1,4 +1,4 @@
-"""Ray is an extra: what needs it is loaded on first use."""
+"""Ray is an optional dependency: the code that needs it is loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the driver tells Ray's metrics of a job: they are beside Ray's own, with the tag ``job``.
+"""The driver's metrics of a job. They appear beside Ray's own, with the tag ``job``.
 
-Metrics of the workers (steps, losses, rpc) come from the nodes: ``--metrics`` of ``rally run``.
+Metrics of the workers (steps, losses, rpc) come from the nodes, with ``--metrics`` of ``rally run``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JobMetrics:
             each.set_default_tags(tags)
 
     def update(self) -> None:
-        """Tell how the bundles are now."""
+        """Report the current state of the bundles."""
         roster = self._roster
         self._running.set(len(roster.running))
         self._wanted.set(0 if roster.done else roster.num_bundles)

@@ -1,6 +1,6 @@
-"""The store at which the nodes of a job on Ray meet. The driver holds it, so each node may be lost.
+"""The store at which the nodes of a job on Ray meet. The driver holds it, so any node may be lost.
 
-It is served by a process of its own (``python -m`` this module), which ends with the driver: that need not import torch.
+A separate process (``python -m`` this module) serves it and ends with the driver, so the driver need not import torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class JobStore:
     """A store on this machine, until :meth:`close`.
 
     Args:
-        host: the address of this machine at which nodes reach it.
-        run_id: of the job.
-        nodes: as ``--nnodes`` says them.
-        secret: of the job.
+        host: the address at which nodes reach this machine.
+        run_id: the job's name.
+        nodes: the number of nodes in the form of ``--nnodes``.
+        secret: the job's secret.
 
     Raises:
         LaunchError: it cannot be served.
@@ -38,7 +38,7 @@ class JobStore:
         listener = addresses.bind_store(host, 0)
         self.port: int = listener.getsockname()[1]
         self._server = subprocess.Popen(
-            # -P: not from the current folder, where a file may hide a module of Python's.
+            # -P: do not import from the current folder, where a file may hide one of Python's modules.
             [sys.executable, "-P", "-m", __name__, str(listener.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -50,7 +50,7 @@ class JobStore:
         if not self._server.stdout.readline():
             self.close()
             raise LaunchError("the store of the job could not be started: see above")
-        # What a node does that serves the store of its job: the others look for it there.
+        # As a node that serves its job's store does: the other nodes look for these records.
         me = Introduction(
             node_id=uuid.uuid4().hex,
             host=addresses.hostname(),
@@ -78,11 +78,11 @@ class JobStore:
 
 
 def _nobody(_text: str) -> None:
-    """There is nobody yet who might not match."""
+    """There is no other node yet that might not match."""
 
 
 def serve(fd: int) -> None:
-    """Serve a store at a listening socket until standard input ends."""
+    """Serve a store on a listening socket until standard input is closed."""
     load()
     server = StoreServer(socket.socket(fileno=fd))
     sys.stdout.write("ready\n")

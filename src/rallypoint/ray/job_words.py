@@ -23,10 +23,10 @@ class JobWords:
 
     Args:
         target: the script and its arguments.
-        flags: of ``rally run``.
+        flags: flags of ``rally run``.
         num_nodes: the fewest and the most.
-        workers: of each node; None: one for each GPU.
-        resources: of each node.
+        workers: workers per node; None: one for each GPU.
+        resources: resources per node.
     """
 
     target: tuple[str, ...]
@@ -71,7 +71,7 @@ def read(words: Sequence[str]) -> JobWords:
 
 
 def _without_workers(flags: Sequence[str]) -> list[str]:
-    """Without ``--nproc-per-node``, which is an argument of its own here."""
+    """The flags without ``--nproc-per-node``, which is a separate argument here."""
     kept, rest = [], list(flags)
     while rest:
         word = rest.pop(0)

@@ -1,7 +1,7 @@
 """The actor in a bundle: runs a supervisor there, as ``rally run --hosts`` does on a host.
 
-The supervisor's parent is `rally node`, which ends it once this process is gone or stands still: whatever ends the
-actor (the driver, a lost raylet, ``ray stop``), nothing is left on the machine.
+The supervisor's parent is `rally node`, which ends it once this process has exited or stopped responding. So whatever
+ends the actor (the driver, a lost raylet, ``ray stop``), nothing is left on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NodeEnd:
     """How a node ended.
 
     Args:
-        exit_code: of its supervisor.
+        exit_code: its supervisor's exit code.
         answer: the report and the results (:class:`~rallypoint.launch.hosts.call_files.Answer`), as bytes.
     """
 
@@ -46,14 +46,14 @@ class NodeActor:
         return "rally"  # before each line of its output
 
     def place(self) -> str:
-        """Where it is. Answers once the bundle has been placed and the actor runs."""
+        """The address of this node. Returns once the bundle has been placed and the actor runs."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, line: bytes, call: bytes) -> NodeEnd:
         """Run the supervisor. Returns when it has ended.
 
         Args:
-            line: its orders. No folder, or one that is not here: the actor's own.
+            line: its orders. If they name no folder, or one that does not exist here, the actor's own is used.
             call: a pickled function call; empty: workers run a script.
         """
         told = Orders.from_line(line)
@@ -62,7 +62,7 @@ class NodeActor:
         ids = {"RALLY_RAY_JOB": here.get_job_id(), "RALLY_RAY_NODE": here.get_node_id()}
         path = tuple(sys.path) if call else ()
         told = replace(told, folder=folder, path=path, env={**told.env, **ids})
-        # Ray's workers block SIGINT, and what they start would.
+        # Ray's workers block SIGINT, which their children would inherit.
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             child = subprocess.Popen(
@@ -104,7 +104,7 @@ class NodeActor:
         )
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the supervisor, also if it has not been started yet."""
+        """Pass a signal on to the supervisor, even if it has not been started yet."""
         self._stopped = number
         if number:
             self._write(b"%d\n" % number)
@@ -125,6 +125,6 @@ class NodeActor:
 
 
 def _show(text: bytes) -> None:
-    """Ray shows what is written to descriptor 1 on the driver."""
+    """Write to descriptor 1, whose output Ray shows on the driver."""
     while text:
         text = text[os.write(1, text) :]

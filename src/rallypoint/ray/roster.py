@@ -1,4 +1,4 @@
-"""The bundles of a job on Ray, and what becomes of the job as they start, end and are lost. Pure."""
+"""The bundles of a job on Ray, and the job's state as they start, end and are lost. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Bundle:
-    """A bundle as the driver knows it: it has been asked for; its node has started; or its node has ended.
+    """A bundle as the driver knows it: requested, its node started, or its node ended.
 
     Args:
-        started: its node runs, or ran.
-        exit_code: with which its node ended.
-        worker_failed: a worker is to blame for that.
+        started: whether its node is running, or has run.
+        exit_code: its node's exit code; None until the node has ended.
+        worker_failed: whether a worker is to blame for that exit code.
     """
 
     started: bool = False
@@ -23,11 +23,11 @@ class Bundle:
 
 @dataclass(slots=True)
 class Roster:
-    """What becomes of the job as bundles start, end and are lost.
+    """The job's state as bundles start, end and are lost.
 
     Args:
-        num_bundles: of the placement group.
-        max_losses: how many losses there may be in all.
+        num_bundles: the number of bundles in the placement group.
+        max_losses: how many losses are allowed in all.
     """
 
     num_bundles: int
@@ -46,7 +46,7 @@ class Roster:
         self.bundles[index].worker_failed = worker_failed
 
     def lose(self, index: int) -> bool:
-        """Whether the bundle is to be asked for again."""
+        """Record the loss. Returns whether to request the bundle again."""
         self.losses += 1
         self.bundles[index] = Bundle()
         return not self._over and self.losses <= self.max_losses
@@ -61,18 +61,18 @@ class Roster:
 
     @property
     def running(self) -> Sequence[int]:
-        """The bundles whose nodes run."""
+        """The bundles whose nodes are running."""
         found = enumerate(self.bundles)
         return [at for at, each in found if each.started and each.exit_code is None]
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended: nodes have, and none runs. What is still being asked for is not needed."""
+        """Whether the job has ended: some node has ended, and none is running. Bundles still requested are not needed."""
         return self._over and not self.running
 
     @property
     def exit_code(self) -> int:
-        """Of the job. A node that fails alone, without a worker to blame, leaves it, and the others may finish it."""
+        """The job's. A node that fails alone, with no worker to blame, has left the job, and the others may finish it."""
         for each in self.bundles:
             if each.worker_failed and each.exit_code:
                 return each.exit_code

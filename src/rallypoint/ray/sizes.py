@@ -1,4 +1,4 @@
-"""The sizes of a job on Ray: bundles, and what `rally run` is told of them. Pure."""
+"""The sizes of a job on Ray: its bundles, and the flags that pass them to `rally run`. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line.flags import FLAGS, Given
 
 
-# What the trainer decides itself.
+# Flags that the trainer sets itself.
 _OWN = (
     *("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-backend"),
     *("--rdzv-id", "--standalone", "--master-addr", "--master-port", "--local-addr"),
@@ -24,8 +24,8 @@ class Sizes:
 
     Args:
         least: the fewest nodes that the job runs with.
-        most: how many bundles are asked for.
-        workers: of each node.
+        most: how many bundles are requested.
+        workers: workers per node.
         bundle: the resources of one node.
         strategy: how Ray places the bundles.
     """
@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def nodes(self) -> str:
-        """As ``--nnodes`` says them."""
+        """The number of nodes in the form of ``--nnodes``."""
         return f"{self.least}" if self.least == self.most else f"{self.least}:{self.most}"
 
 
@@ -51,7 +51,7 @@ def sizes_from(
     """The sizes that a trainer's arguments ask for.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: they cannot work.
     """
     least, most = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
     if not 1 <= least <= most:
@@ -87,8 +87,8 @@ class Shape:
 
     Args:
         nodes: how many bundles.
-        workers: of each.
-        strategy: how Ray places them, if nobody says.
+        workers: workers per bundle.
+        strategy: how Ray places them, unless the caller says.
     """
 
     nodes: int
@@ -103,9 +103,9 @@ def shape_of(
 
     Args:
         world_size: workers in all, if given.
-        local_world_size: workers of a node, if given.
-        num_nodes: how many, if given.
-        gpus: of a node; with 0, and without another size, each worker has a bundle of its own.
+        local_world_size: workers per node, if given.
+        num_nodes: how many nodes, if given.
+        gpus: GPUs per node; with 0, and without another size, each worker has its own bundle.
 
     Raises:
         ConfigError: sizes are missing, or contradict one another.
@@ -139,7 +139,7 @@ class Meeting:
     Args:
         run_id: the job's name.
         host: the driver's address.
-        port: of the store.
+        port: the store's port.
     """
 
     run_id: str
@@ -150,16 +150,16 @@ class Meeting:
 def words_of(
     given: Given, sizes: Sizes, meeting: Meeting | None, more: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """The words of ``rally run``, the same on all nodes.
+    """The arguments of ``rally run``, the same on all nodes.
 
     Args:
         given: flags and the target.
-        sizes: of the job.
-        meeting: None: there is one node.
-        more: flags that count where ``given`` has none.
+        sizes: the job's sizes.
+        meeting: where the nodes meet; None: there is one node.
+        more: defaults for flags that ``given`` does not have.
 
     Raises:
-        ConfigError: a flag is the trainer's own.
+        ConfigError: a flag is one that the trainer sets.
     """
     for name in _OWN:
         if name in given.values:
@@ -170,7 +170,7 @@ def words_of(
         host = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
         conf = [each for each in (given.values.get("--rdzv-conf", ""), "is_host=false") if each]
         values |= {
-            # Membership changes while the job runs, also where the number of nodes is fixed.
+            # Membership changes while the job runs, even if the number of nodes is fixed.
             "--nnodes": sizes.nodes,
             "--rdzv-backend": "c10d",
             "--rdzv-endpoint": f"{host}:{meeting.port}",

@@ -1,8 +1,8 @@
 """``RallyTrainer``: a job of ``rally run`` on a Ray cluster.
 
-The driver asks for a placement group and starts an actor in each bundle; the actor runs a supervisor. The supervisors meet
-at a store that the driver serves, so every one of them may be lost. Ray places a lost bundle again as soon as it can;
-the driver then starts an actor there, whose supervisor joins the running job.
+The driver requests a placement group and starts an actor in each bundle; the actor runs a supervisor. The supervisors meet
+at a store that the driver serves, so any of them may be lost. Ray places a lost bundle again as soon as it can. The
+driver then starts an actor there, and its supervisor joins the running job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .sizes import Meeting, Sizes, sizes_from, words_of
 
 _log = logging.getLogger(__name__)
 
-# How long the nodes may take to end once they have been told to, beyond --shutdown-timeout.
+# How long the nodes may take to stop once told to, beyond --shutdown-timeout.
 _ENDING = 10.0
 _MAX_LOSSES = 100
 
@@ -51,18 +51,18 @@ class RallyTrainer:
     """A job on the nodes of a Ray cluster.
 
     Args:
-        target: a script and its arguments (``"train.py"``, ``["train.py", "--epochs", "3"]``), or a function. As by
-            ``launch_subprocesses``, it is called on each worker inside a process group.
-        args: for the function.
-        kwargs: for the function.
-        num_nodes: bundles; ``(MIN, MAX)``: the job goes on with MIN of them.
-        workers_per_node: default: one for each GPU of a bundle, else one.
-        resources_per_node: of a bundle, ``{"CPU": 8, "GPU": 4}``; ``memory`` is in bytes. Default: a CPU for each worker.
-        strategy: how Ray places the bundles; by default each on a machine of its own.
-        flags: of ``rally run``: ``["--max-restarts", "3"]``.
+        target: a script and its arguments (``"train.py"``, ``["train.py", "--epochs", "3"]``), or a function. As with
+            ``launch_subprocesses``, the function is called on each worker inside a process group.
+        args: the function's arguments.
+        kwargs: the function's keyword arguments.
+        num_nodes: how many bundles. With ``(MIN, MAX)``, the job continues with as few as MIN.
+        workers_per_node: default: one for each GPU of a bundle, or one if it has none.
+        resources_per_node: a bundle's, ``{"CPU": 8, "GPU": 4}``; ``memory`` is in bytes. Default: a CPU for each worker.
+        strategy: how Ray places the bundles; by default each on its own machine.
+        flags: flags of ``rally run``, such as ``["--max-restarts", "3"]``.
         config: backends and parallelism for a function; its sizes are set here.
         setup: called in each worker before the process group is formed.
-        max_losses: how often a bundle may be lost in all before the job fails.
+        max_losses: how many losses of bundles the job survives in all.
         placement_timeout: seconds to wait until the cluster has room for all bundles; None: without limit.
 
     Raises:
@@ -104,15 +104,15 @@ class RallyTrainer:
         if not words:
             raise ConfigError("target", None, "expected a script or a function")
         self._given = Given(given.values, words)
-        words_of(self._given, self._sizes, None, {})  # raises if flags are not possible
+        words_of(self._given, self._sizes, None, {})  # raises if a flag cannot be used here
         env = environment.snapshot()
-        # Workers may need all of it to save.
+        # Workers may need all of this time to save.
         self._ending = _ENDING + shutdown_timeout(Values(*resolve(self._given, env), env))
 
     def fit(self) -> Any:
         """Run the job.
 
-        Blocks: until it has ended and all its processes with it.
+        Blocks: until the job and all its processes have ended.
         Returns:
             What the function returned on rank 0; None for a script.
         Raises:
@@ -128,7 +128,7 @@ class RallyTrainer:
     def fit_all(self) -> list[Any]:
         """Run the job of a function.
 
-        Blocks: until it has ended and all its processes with it.
+        Blocks: until the job and all its processes have ended.
         Returns:
             What the function returned, by rank.
         Raises:
@@ -142,7 +142,7 @@ class RallyTrainer:
         return host_functions.unpacked([data for each in parts for data in each.results])
 
     def _run(self) -> list[Answer]:
-        """Run the job. Returns what its nodes answered, if it ended well."""
+        """Run the job. Returns its nodes' answers if it succeeds."""
         if not ray.is_initialized():
             ray.init()
         roster = Roster(self._sizes.most, self._max_losses)
@@ -161,7 +161,7 @@ class RallyTrainer:
 
 
 def _orders(words: tuple[str, ...], shared: bytes, call_size: int) -> Orders:
-    # With a working directory of Ray's, each actor is in its own copy.
+    # With Ray's working_dir, each actor runs in its own copy of the folder.
     copied = "working_dir" in ray.get_runtime_context().runtime_env
     return Orders(
         folder="" if copied else os.getcwd(),
@@ -187,14 +187,14 @@ class _Job:
         self._store: JobStore | None = None
         self._actors: dict[int, Any] = {}
         self._orders: tuple[bytes, Any] = (b"", None)
-        # What is being waited for: which bundle, and whether it is its start or its end.
+        # What each awaited reference belongs to: the bundle, and whether it is the end (or the start) of its node.
         self._waiting: dict[Any, tuple[int, bool]] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def place(self, timeout: float | None) -> None:
-        """Wait until all bundles have a place."""
+        """Wait until all bundles have been placed."""
         sizes = self._sizes
         bundles = [dict(sizes.bundle) for _ in range(sizes.most)]
         self._group = placement_group(bundles, strategy=sizes.strategy)
@@ -241,7 +241,7 @@ class _Job:
         self._waiting[actor.run.remote(*self._orders)] = (index, True)
 
     def watch(self) -> None:
-        """Until the job has ended."""
+        """Follow the nodes until the job has ended."""
         while not self.roster.done:
             done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=None)
             for each in done:
@@ -266,7 +266,7 @@ class _Job:
 
     def _lose(self, index: int, error: Exception) -> None:
         again = self.roster.lose(index)
-        ray.kill(self._actors[index])  # perhaps it can only not be reached from here
+        ray.kill(self._actors[index])  # it may be alive and only unreachable from here
         why = " ".join(str(error).split())[:200]
         if self.roster.too_many_losses:
             self._stop(signal.SIGTERM)
@@ -276,7 +276,7 @@ class _Job:
             self._ask(index)
 
     def _stop(self, number: int) -> None:
-        """Tell the nodes that run to end, and wait for them."""
+        """Tell the running nodes to stop, and wait for them."""
         running = set(self.roster.running)
         for index in running:
             self._actors[index].signal.remote(number)

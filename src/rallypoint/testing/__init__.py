@@ -1,4 +1,4 @@
-"""Parts for tests of distributed programs: ranks, a network that fails on request, a clock that can be set, leaks.
+"""Tools for testing distributed programs: ranks, a network that fails on request, a manual clock, a check for leaks.
 
 Rallypoint's own tests use them. Nothing here needs pytest.
 """

@@ -1,6 +1,6 @@
 """A TCP proxy that fails on request: it delays, stalls, cuts and resumes.
 
-One thread with an event loop of its own. What has been sent is never lost unless the line is cut.
+It runs an event loop in one thread. What has been sent is never lost unless the connection is cut.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 class FaultProxy:
     """A TCP proxy at 127.0.0.1 that delays, holds and cuts connections when told to.
 
-    It has a thread of its own, until :meth:`close`.
+    Its thread runs until :meth:`close`.
 
     Args:
         target: host and port that connections are forwarded to.
 
     Attributes:
-        port: where it listens.
+        port: the port it listens on.
         delay: seconds that data takes in each direction; may be set at any time.
     """
 
@@ -41,11 +41,11 @@ class FaultProxy:
     # -- what tests ask for -----------------------------------------------------------------------
 
     def stall(self) -> None:
-        """From now on nothing passes. Connections stay open, and new ones are accepted."""
+        """Let nothing pass from now on. Connections stay open, and new ones are accepted."""
         self._call(self._flows.clear)
 
     def cut(self) -> None:
-        """End every connection at once, and from now on each new one."""
+        """Close every connection at once, and from now on each new one."""
 
         def cut() -> None:
             self._refuses = True
@@ -55,7 +55,7 @@ class FaultProxy:
         self._call(cut)
 
     def resume(self) -> None:
-        """Undo :meth:`stall` and :meth:`cut`. What was held passes now; what was cut stays so."""
+        """Undo :meth:`stall` and :meth:`cut`. Held data passes now; connections that were cut stay closed."""
 
         def resume() -> None:
             self._refuses = False
@@ -64,7 +64,7 @@ class FaultProxy:
         self._call(resume)
 
     def close(self) -> None:
-        """End all connections and the thread. Blocks until it has ended."""
+        """Close all connections and stop the thread. Blocks until the thread has ended."""
         self._call(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -105,7 +105,7 @@ class FaultProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports that were closed say so in the next turn
+        await asyncio.sleep(0)  # closed transports report it in the loop's next iteration
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._known(writer):
@@ -137,7 +137,7 @@ class FaultProxy:
             writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction: what comes in goes out a delay later, in order."""
+        """One direction: what comes in goes out in order, after the delay."""
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         deliver = asyncio.ensure_future(self._deliver(on_the_way, writer))
         try:

@@ -1,9 +1,9 @@
 """What a piece of code leaves behind in its process: descriptors, threads, children, shared memory.
 
 [Note: Waiting]
-Some of it ends shortly after the code that used it: a thread that was told to stop, a killed child. So threads are joined
-and children waited for, up to the time allowed. Descriptors and shared memory are looked at once, after a garbage
-collection.
+Some of it ends shortly after the code that used it, such as a thread that was told to stop, or a killed child. So threads
+are joined and children waited for, up to the time allowed. Descriptors and shared memory are checked once, after a
+garbage collection.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rallypoint._core.clock import Deadline
 
 
 class Leak(AssertionError):
-    """Something is left; the text names each thing."""
+    """Something is left behind; the message names each thing."""
 
 
 @contextlib.contextmanager
 def no_leaks(
     patience: float = 5.0, *, ignore: Callable[[str], bool] | None = None
 ) -> Iterator[None]:
-    """Hold a block to leaving nothing in this process that was not there before.
+    """Check that a block leaves nothing in this process that was not there before.
 
-    Looks at open descriptors, threads (daemons as well), child processes, and shared memory
+    Checks open descriptors, threads (daemons as well), child processes, and shared memory
     (files in ``/dev/shm`` that this process has mapped, and anonymous memory files). Blocks until threads and children
-    have ended, at most for ``patience``.
+    have ended, for at most ``patience``.
 
     Args:
-        patience: seconds that threads and child processes have for their end.
-        ignore: called with the description of each thing that is left; true for what may stay.
+        patience: seconds that threads and child processes have to end.
+        ignore: called with the description of each thing left behind; returns true for what may stay.
 
     Yields:
         Nothing.
 
     Raises:
-        Leak: something is left. Not raised if the block raises.
+        Leak: something is left behind. Not raised if the block raises.
     """
     may_stay = ignore or (lambda _: False)
     imported = "torch.distributed" in sys.modules
@@ -84,7 +84,7 @@ def _open_what_stays() -> None:
 
 
 def _without_a_pipe(left: list[str]) -> list[str]:
-    """Leave out both ends of one pipe: the block has imported torch, so it may have opened the pipe that stays."""
+    """Leave out both ends of one pipe. The block has imported torch, so it may have opened the pipe that stays."""
     ends: dict[str, list[str]] = {}
     for each in left:
         ends.setdefault(each.rpartition(" of ")[2], []).append(each)
@@ -121,12 +121,12 @@ def _wait_for_end(pid: int, deadline: Deadline) -> None:
 
 
 def _holdings() -> dict[tuple[str, str], str]:
-    """Descriptors and shared memory: what tells each from others, and how to name it."""
+    """Descriptors and shared memory: a unique key for each, and how to name it."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that the list was read from
+        except OSError:  # the one used for reading the list
             continue
         found["descriptor", f"{fd} {target}"] = f"descriptor {fd} of {target}"
     with open("/proc/self/maps", errors="replace") as maps:

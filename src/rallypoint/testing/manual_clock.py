@@ -1,4 +1,4 @@
-"""A clock that stands still, or is slow, until it is set."""
+"""A clock that stands still, or runs at a given rate, until it is advanced."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 
 class ManualClock:
-    """Goes on when it is told to, so that a test of time limits need not wait for them.
+    """Advances when told to, so that a test of time limits need not wait for them.
 
     Args:
-        start: what it shows at first, in seconds.
-        rate: seconds that pass on it in each real second. 0: it stands still.
+        start: the time it shows at first, in seconds.
+        rate: seconds that pass on it per real second. 0: it stands still.
     """
 
     def __init__(self, start: float = 0.0, rate: float = 0.0) -> None:
@@ -19,7 +19,7 @@ class ManualClock:
         self._began = time.monotonic()
 
     def now(self) -> float:
-        """What it shows.
+        """The time it shows.
 
         Returns:
             Seconds.

@@ -1,4 +1,4 @@
-"""Ranks that stay: processes with a Gloo group, started once for many cases."""
+"""Long-lived ranks: processes in a Gloo group, started once for many cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint._core import code_files
 from .torch_private import FIRST_STEP
 
 
-# Seconds for one case, unless it says otherwise.
+# Seconds allowed for one case, unless the caller says otherwise.
 LIMIT = 60.0
 # Seconds after which a collective gives up.
 GROUP_TIMEOUT = 30.0
@@ -32,7 +32,7 @@ StartMethod = Literal["forkserver", "fork", "spawn"]
 
 
 class CaseFailed(AssertionError):
-    """A rank raised, died or did not end in time. The text has the traceback of each such rank."""
+    """A rank raised, died or did not finish in time. The message has the traceback of each such rank."""
 
 
 def run_ranks(
@@ -42,20 +42,20 @@ def run_ranks(
     limit: float = LIMIT,
     start_method: StartMethod = "forkserver",
 ) -> list[Any]:
-    """Call ``case(*args)`` on ranks that are there for this call alone. Blocks until all have returned.
+    """Call ``case(*args)`` on ranks started for this call alone. Blocks until all have returned.
 
     Args:
-        case: called in each process, in a Gloo group of ``world_size`` ranks. Any function, lambdas as well.
+        case: called in each process, in a Gloo group of ``world_size`` ranks. Any function, including lambdas.
         world_size: number of ranks.
         args: what it is called with.
         limit: seconds that it may take.
-        start_method: as of :mod:`multiprocessing`.
+        start_method: as in :mod:`multiprocessing`.
 
     Returns:
         What it returned, by rank.
 
     Raises:
-        CaseFailed: a rank raised, died, or did not end within ``limit``.
+        CaseFailed: a rank raised, died, or did not finish within ``limit``.
     """
     ranks = Ranks(world_size, start_method=start_method)
     try:
@@ -67,7 +67,7 @@ def run_ranks(
 class Ranks:
     """``world_size`` processes in one Gloo group, started when the first case runs.
 
-    A case that fails or hangs on any rank ends them all; the next one gets new ones::
+    A case that fails or hangs on any rank ends all processes; the next case gets new ones::
 
         ranks = Ranks(3)
         losses = ranks.run(train, steps)  # train(steps) on every rank
@@ -76,7 +76,7 @@ class Ranks:
     Args:
         world_size: number of ranks.
         group_timeout: seconds after which a collective gives up.
-        start_method: as of :mod:`multiprocessing`. ``"forkserver"`` imports torch once for all.
+        start_method: as in :mod:`multiprocessing`. ``"forkserver"`` imports torch once for all ranks.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Ranks:
         self._group_timeout = group_timeout
         self._context: Any = multiprocessing.get_context(
             start_method
-        )  # its subclasses have a Process each
+        )  # Any: each kind of context has its own Process
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         atexit.register(self.close)
@@ -107,7 +107,7 @@ class Ranks:
         """Call ``case(*args)`` on every rank. Blocks until all have returned.
 
         Args:
-            case: any function, lambdas as well.
+            case: any function, including lambdas.
             args: what it is called with.
             limit: seconds that it may take.
 
@@ -115,7 +115,7 @@ class Ranks:
             What it returned, by rank.
 
         Raises:
-            CaseFailed: a rank raised, died, or did not end within ``limit``. All ranks are ended then.
+            CaseFailed: a rank raised, died, or did not finish within ``limit``. All ranks are ended then.
         """
         results = self.outcomes(case, *args, limit=limit)
         failures = [f"rank {i}: {each}" for i, (ok, each) in enumerate(results) if not ok]
@@ -127,15 +127,15 @@ class Ranks:
     def outcomes(
         self, case: Callable[..., Any], *args: Any, limit: float = LIMIT
     ) -> list[tuple[bool, Any]]:
-        """As :meth:`run`, but failures are results as well.
+        """Like :meth:`run`, but failures are returned as results.
 
         Args:
-            case: any function, lambdas as well.
+            case: any function, including lambdas.
             args: what it is called with.
             limit: seconds that it may take.
 
         Returns:
-            By rank: true and what it returned, or false and the traceback. With any failure all ranks are ended.
+            By rank: true and what it returned, or false and the traceback. After any failure all ranks are ended.
         """
         if not self._pipes:
             self._start()
@@ -179,7 +179,7 @@ class Ranks:
     def _start(self) -> None:
         if self._context.get_start_method() == "forkserver":
             self._context.set_forkserver_preload(["torch", "torch.distributed", FIRST_STEP])
-        # The ranks' FileStore removes it.
+        # The ranks' FileStore removes this file.
         handle, meeting = tempfile.mkstemp(prefix="ranks-")
         os.close(handle)
         for rank in range(self.world_size):

@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses, and the purpose of each."""
+"""Private torch names that this package uses, and the purpose of each."""
 
-# What torch imports when an optimizer first steps: seconds, unless it is there already.
+# torch imports this at an optimizer's first step, which takes seconds unless it is already loaded.
 FIRST_STEP = "torch._dynamo"

@@ -1,7 +1,7 @@
-"""Traces of a job for OpenTelemetry: its launch, rendezvous, workers, recoveries and remote calls as spans.
+"""OpenTelemetry traces of a job: its launch, rendezvous, workers, recoveries and remote calls as spans.
 
-``rally run --traces otlp`` sends them to a collector. A program that is not started by ``rally run`` calls
-:func:`enable`, or has ``RALLY_TRACES`` in its environment. Needs ``pip install 'rallypoint[traces]'``.
+``rally run --traces otlp`` sends them to a collector. A program not started by ``rally run`` calls :func:`enable`, or has
+``RALLY_TRACES`` in its environment. Needs ``pip install 'rallypoint[traces]'``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where spans are sent: exporters of OpenTelemetry, found by name."""
+"""Where spans are sent: OpenTelemetry exporters, found by name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 
-# Names the exporter, for all processes of a job.
+# The environment variable that names the exporter for all processes of a job.
 VARIABLE = "RALLY_TRACES"
-# The group in which exporters are announced, and what implements a name that is not there.
+# The entry-point group of exporters, and the exporters that implement a name the group does not have.
 _GROUP = "opentelemetry_traces_exporter"
 _MEANT = {"otlp": ("otlp_proto_http", "otlp_proto_grpc")}
-# Seconds that the last spans may take on their way out.
+# Seconds allowed for sending the last spans.
 LAST_SECONDS = 2.0
 _INSTALL = "pip install 'rallypoint[traces]'"
 
 
 def check(name: str, shown: str) -> None:
-    """Check that spans can be sent by this exporter. Costs no import of it.
+    """Check that this exporter can send spans, without importing it.
 
     Args:
-        name: of the exporter.
+        name: the exporter's name.
         shown: the setting that names it.
 
     Raises:
@@ -37,14 +37,14 @@ def check(name: str, shown: str) -> None:
 
 
 def provider_for(name: str, shown: str, attributes: dict[str, Any]) -> TracerProvider:
-    """A provider whose spans go to an exporter, in batches, from a thread of its own. To be :func:`shut_down`.
+    """A provider that sends its spans to an exporter in batches, from its own thread. The caller passes it to :func:`shut_down`.
 
     The exporter reads its settings from the environment (``OTEL_EXPORTER_OTLP_ENDPOINT`` and others).
 
     Args:
-        name: of the exporter.
+        name: the exporter's name.
         shown: the setting that names it.
-        attributes: of the resource, unless ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES`` says otherwise.
+        attributes: the resource's, unless ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES`` says otherwise.
 
     Raises:
         ConfigError: OpenTelemetry or the exporter is not installed, or the exporter does not start.
@@ -65,7 +65,7 @@ def provider_for(name: str, shown: str, attributes: dict[str, Any]) -> TracerPro
 
 
 def shut_down(provider: TracerProvider) -> None:
-    """Send what is left. Blocks for up to two seconds: a collector that is down must not hold up the end of a process."""
+    """Send what is left. Blocks for up to two seconds: a collector that is down must not delay a process's exit."""
     # The exporter's own time limits add up to more.
     thread = threading.Thread(target=provider.shutdown, name="rally-traces", daemon=True)
     thread.start()

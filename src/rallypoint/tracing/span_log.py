@@ -1,4 +1,4 @@
-"""Turns the events of this process into spans of OpenTelemetry."""
+"""Turns the events of this process into OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SpanLog:
 
     Args:
         provider: makes the spans; shut down on close.
-        env: the process's environment: ``TRACEPARENT`` in it is the parent of all spans.
+        env: the process's environment. Its ``TRACEPARENT``, if set, is the parent of all spans.
     """
 
     def __init__(self, provider: TracerProvider, env: Mapping[str, str]) -> None:
-        # Not at the top: most jobs do without OpenTelemetry.
+        # Not at the top: most jobs run without OpenTelemetry.
         from . import spans
 
         self._provider = provider
@@ -39,7 +39,7 @@ class SpanLog:
         self._subscription = events.subscribe(self._take)
 
     def variables(self) -> dict[str, str]:
-        """What processes find in their environment whose spans belong below ours (W3C Trace Context)."""
+        """Environment variables for processes whose spans belong below ours (W3C Trace Context)."""
         from . import spans
 
         with self._lock:

@@ -1,4 +1,4 @@
-"""Spans around code that runs: where they belong, and how they fail. Needs OpenTelemetry."""
+"""Spans around running code: where they belong, and how they record errors. Needs OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rallypoint._core import env as environment
 LONGEST_MESSAGE = 1000
 
 _words = TraceContextTextMapPropagator()
-# Variables of the environment, and their names as headers.
+# Environment variables, and the headers they stand for.
 _VARIABLES = {"TRACEPARENT": "traceparent", "TRACESTATE": "tracestate"}
 
 
 def surroundings() -> contexts.Context:
-    """Where a span of this thread belongs: below the current one, else below the process's own place in a trace."""
+    """Where a span of this thread belongs: below the current span, or else below the process's own place in a trace."""
     current = contexts.get_current()
     if trace.get_current_span(current).get_span_context().is_valid:
         return current
@@ -29,18 +29,18 @@ def surroundings() -> contexts.Context:
 
 
 def outside(env: Mapping[str, str]) -> contexts.Context:
-    """A process's place in a trace, as who started it has told it (W3C Trace Context in variables)."""
+    """A process's place in a trace, as its parent set it in the environment (W3C Trace Context in variables)."""
     return below({header: env[name] for name, header in _VARIABLES.items() if name in env})
 
 
 def variables(context: contexts.Context) -> dict[str, str]:
-    """What a process finds in its environment whose spans belong below the span of ``context``."""
+    """Environment variables for a process whose spans belong below the span of ``context``."""
     found = headers(context)
     return {name: found[header] for name, header in _VARIABLES.items() if header in found}
 
 
 def below(headers: Any) -> contexts.Context:
-    """The context that headers of W3C Trace Context tell; that of a new trace if they are not such headers."""
+    """The context given by W3C Trace Context headers; the context of a new trace if they are not such headers."""
     if not isinstance(headers, Mapping) or not all(
         isinstance(each, str) for each in headers.values()
     ):
@@ -49,14 +49,14 @@ def below(headers: Any) -> contexts.Context:
 
 
 def headers(context: contexts.Context) -> dict[str, str]:
-    """Headers of W3C Trace Context for the span of ``context``."""
+    """W3C Trace Context headers for the span of ``context``."""
     found: dict[str, str] = {}
     _words.inject(found, context)
     return found
 
 
 def note_error(span: Span, error: BaseException) -> None:
-    """The span's work has failed."""
+    """Record on the span that its work failed."""
     span.set_attribute("error.type", type(error).__qualname__)
     try:
         message = str(error)
@@ -65,15 +65,15 @@ def note_error(span: Span, error: BaseException) -> None:
     span.set_status(Status(StatusCode.ERROR, message[:LONGEST_MESSAGE]))
 
 
-# Classes, not functions with a decorator of contextlib: that assigns the traceback of what passes through, which the
-# exceptions of a user may forbid.
+# Classes, not functions decorated by contextlib, which assigns the traceback of an exception that passes through: a user's
+# exception class may forbid that.
 
 
 class Ending:
-    """A block that ends a span, and notes its error.
+    """A block that ends a span and records an error on it.
 
     Args:
-        span: which has begun.
+        span: the span, already started.
     """
 
     def __init__(self, span: Span) -> None:
@@ -82,14 +82,14 @@ class Ending:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
-        # With GeneratorExit, who reads the items wants no more.
+        # GeneratorExit is no error: the consumer of the items wants no more.
         if error is not None and not isinstance(error, GeneratorExit):
             note_error(self._span, error)
         self._span.end()
 
 
 class Attached:
-    """A block in which a context is the current one of this thread or task.
+    """A block in which a context is current in this thread or task.
 
     Args:
         context: the context.

@@ -25,7 +25,7 @@ class _Switch:
     def __init__(self) -> None:
         self._lock = forks.Lock()
         self._tracer: Tracer | None = None
-        self._is_read = False  # the environment
+        self._is_read = False  # whether the environment has been read
 
     def enable(self, tracer_provider: TracerProvider | None = None) -> None:
         """Trace the rpc agents that this process starts from now on.
@@ -63,7 +63,7 @@ class _Switch:
         return self.tracer() is not None
 
     def tracer(self) -> Tracer | None:
-        """What makes the spans of this process; None: it does not trace."""
+        """The tracer that makes this process's spans; None: the process does not trace."""
         if not self._is_read:
             with self._lock:
                 if not self._is_read:
@@ -72,7 +72,7 @@ class _Switch:
 
 
 def _from_environment() -> Tracer | None:
-    """A provider that the script has set up is used, and ours is set up otherwise."""
+    """The tracer for ``RALLY_TRACES``: from the provider that the script has set up, or else from one set up here."""
     name = environment.get(exporters.VARIABLE)
     if not name:
         return None
@@ -96,7 +96,7 @@ def _from_environment() -> Tracer | None:
 
 
 def resource_attributes(run_id: str, rank: str | None = None) -> dict[str, Any]:
-    """What tells this process from others: attributes of its resource."""
+    """Resource attributes that distinguish this process from others."""
     found: dict[str, Any] = {
         "service.name": _NAME,
         "rally.run_id": run_id,

@@ -1,4 +1,4 @@
-"""Which spans the events of a job make. Pure.
+"""Which spans a job's events make. Pure.
 
 The spans of a supervisor, indented below their parents:
 
@@ -8,9 +8,9 @@ The spans of a supervisor, indented below their parents:
   - ``generation``: from the start of its workers until all have ended.
 
     - ``worker``: a process.
-    - ``recovery``: of a session, from the loss of a worker until all workers of this node are back.
+    - ``recovery``: a session's, from the loss of a worker until all workers of this node are back.
 
-Losses, hangs, slow ranks and signals are events of the span that they fall into.
+Losses, hangs, slow ranks and signals are recorded as events of the span in which they occur.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOB = "job"
 RENDEZVOUS = "rendezvous"
 GENERATION = "generation"
 
-# Events that belong to a span; all others are spans themselves, or are left out.
+# Events recorded on a span. All others start or end spans, or are left out.
 _NOTES = (
     *(events.NodeLost, events.StoreLost, events.NodeReported),
     *(events.JobHangs, events.WorkerSlow, events.SignalReceived),
@@ -38,11 +38,11 @@ class Begin:
     """A span begins.
 
     Args:
-        key: by which it is ended.
-        name: of the span.
+        key: identifies the span when it ends.
+        name: the span's name.
         parent: the key of its parent; None: it has none.
-        seconds_ago: when it began.
-        attributes: of the span.
+        seconds_ago: how many seconds ago it began.
+        attributes: the span's attributes.
     """
 
     key: str
@@ -57,7 +57,7 @@ class End:
     """A span ends.
 
     Args:
-        key: of the span.
+        key: the span's key.
         error: what went wrong; empty if nothing did.
         attributes: what is known only now.
     """
@@ -72,9 +72,9 @@ class Note:
     """Something happens within a span.
 
     Args:
-        key: of the span.
-        name: of what happens.
-        attributes: of it.
+        key: the span's key.
+        name: the name of what happens.
+        attributes: its attributes.
     """
 
     key: str
@@ -86,7 +86,7 @@ Step = Begin | End | Note
 
 
 class Timeline:
-    """The spans of one process that are open."""
+    """The open spans of one process."""
 
     def __init__(self) -> None:
         self._open: dict[
@@ -95,15 +95,15 @@ class Timeline:
 
     @property
     def innermost(self) -> str | None:
-        """The span to which what workers do belongs."""
+        """The span below which the workers' activity belongs."""
         return next((key for key in (GENERATION, JOB) if key in self._open), None)
 
     def take(self, event: events.Event) -> list[Step]:
-        """What an event means. It has just happened."""
+        """The steps that an event causes. The event has just happened."""
         return list(self._steps(event))
 
     def close(self) -> list[Step]:
-        """The process ends: end what is open."""
+        """The process is exiting: end all open spans."""
         return list(self._end_below(None))
 
     def _steps(self, event: events.Event) -> Iterator[Step]:
@@ -134,7 +134,7 @@ class Timeline:
                 yield from self._end_if_open(key)
                 yield self._begin(key, parent, _attributes(event), name="recovery")
             case events.SessionRecovered():
-                # A recovery ends those of earlier losses, too.
+                # A recovery also ends those of earlier losses.
                 for key in [each for each in self._open if each.startswith("recovery ")]:
                     if int(key.partition(" ")[2]) <= event.replaced:
                         yield self._end(key, attributes=_attributes(event))
@@ -189,13 +189,13 @@ class Timeline:
     def _end_if_open(
         self, key: str, error: str = "", attributes: Mapping[str, Any] | None = None
     ) -> Iterator[End]:
-        """End a span, and before it those below it."""
+        """End a span, after the spans below it."""
         if key in self._open:
             yield from self._end_below(key)
             yield self._end(key, error, attributes)
 
     def _end_below(self, key: str | None) -> Iterator[End]:
-        """End the spans below one, children first; None: all."""
+        """End the spans below the given one, children first; None: all spans."""
         below = {key}
         for each, parent in list(self._open.items()):
             if parent in below or key is None:
@@ -205,6 +205,6 @@ class Timeline:
 
 
 def _attributes(event: events.Event) -> dict[str, Any]:
-    """Its fields under our prefix, but for those that say nothing: OpenTelemetry has no attributes that are None."""
+    """The event's fields under our prefix, except empty ones: an OpenTelemetry attribute cannot be None."""
     found = {f"rally.{name}": value for name, value in event.fields().items()}
     return {name: value for name, value in found.items() if value is not None and value != ""}

@@ -1,1 +1,1 @@
-"""Which collectives the workers have begun, and who waits for whom."""
+"""Which collectives the workers have started, and who waits for whom."""

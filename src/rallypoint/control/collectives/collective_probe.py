@@ -1,4 +1,4 @@
-"""Asking workers which collectives they have begun: a thread of theirs answers (:mod:`rallypoint.launch.worker.collective_thread`)."""
+"""Asks workers which collectives they have started. Their :mod:`rallypoint.launch.worker.collective_thread` answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rallypoint.control.line_lock import LINES
 
 
 def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, list[Any]]:
-    """What workers have begun in their process groups. Blocks for ``patience`` seconds at the most.
+    """The collectives that workers have started in their process groups. Blocks for at most ``patience`` seconds.
 
     Args:
         lines: by pid, the supervisor's end of the worker's line.
 
     Returns:
-        By pid, as :func:`rallypoint._core.flight_records.compact` returns it. A worker that has no group yet, is stopped, or
+        By pid, what :func:`rallypoint._core.flight_records.compact` returns. A worker that has no group yet, is stopped, or
         holds the GIL in C code is left out.
     """
     told = _ask(lines, ASK_COLLECTIVES, patience)
@@ -38,14 +38,14 @@ def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, li
 
 
 def begun(lines: Mapping[int, int], patience: float) -> dict[int, int]:
-    """How many collectives workers have begun in all groups together, by pid. Otherwise as :func:`collectives`."""
+    """How many collectives workers have started in all groups together, by pid. Otherwise like :func:`collectives`."""
     told = _ask(lines, ASK_BEGUN, patience)
     found = {pid: answer.get("begun") for pid, answer in told.items()}
     return {pid: number for pid, number in found.items() if isinstance(number, int)}
 
 
 def entered(lines: Mapping[int, int], patience: float) -> dict[int, list[Any]]:
-    """When workers entered their last collectives, by pid (:func:`rallypoint._core.flight_records.entered`). Otherwise as
+    """When workers entered their last collectives, by pid (:func:`rallypoint._core.flight_records.entered`). Otherwise like
     :func:`collectives`."""
     told = _ask(lines, ASK_ENTERED, patience)
     found = {pid: answer.get("entered") for pid, answer in told.items()}
@@ -53,14 +53,14 @@ def entered(lines: Mapping[int, int], patience: float) -> dict[int, list[Any]]:
 
 
 def places(lines: Mapping[int, int], patience: float) -> dict[int, str]:
-    """Where the main threads of workers are in the script's own code, by pid, in words. Otherwise as :func:`collectives`."""
+    """Where workers' main threads are in the script's own code, by pid, in words. Otherwise like :func:`collectives`."""
     told = _ask(lines, ASK_PLACE, patience)
     found = {pid: answer.get("place") for pid, answer in told.items()}
     return {pid: place for pid, place in found.items() if isinstance(place, str) and place}
 
 
 def devices(lines: Mapping[int, int], patience: float) -> dict[int, list[dict[str, Any]]]:
-    """What torch's allocator holds on the devices of workers, by pid. Otherwise as :func:`collectives`."""
+    """What torch's allocator holds on workers' devices, by pid. Otherwise like :func:`collectives`."""
     told = _ask(lines, ASK_DEVICES, patience)
     found = {pid: answer.get("devices") for pid, answer in told.items()}
     return {pid: each for pid, each in found.items() if isinstance(each, list)}
@@ -78,7 +78,7 @@ def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int
             if not process.has_thread(pid, THREAD):
                 continue
             while _read(fd):
-                pass  # what came too late for the last one who asked
+                pass  # an answer that came too late for an earlier question
             with contextlib.suppress(OSError):
                 os.write(fd, question)
                 waiting[fd] = pid, bytearray()
@@ -104,5 +104,5 @@ def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int
 def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 65536)
-    except OSError:  # nothing is there, or it has ended
+    except OSError:  # there is nothing to read, or it has ended
         return b""

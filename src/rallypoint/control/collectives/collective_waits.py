@@ -1,4 +1,4 @@
-"""Who waits for whom in which collective, from what each rank has begun (:mod:`rallypoint._core.flight_records`). Pure."""
+"""Who waits for whom in which collective, from what each rank has started (:mod:`rallypoint._core.flight_records`). Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint._core.rank_words import in_words
 
 Call = Mapping[str, Any]
 
-# Collectives to which every rank brings as much as the others.
+# Collectives in which every rank must pass the same type and sizes.
 _EVEN = (
     "all_reduce",
     "allreduce",
@@ -24,7 +24,7 @@ _EVEN = (
     "all_gather",
     "allgather",
 )
-# torch's names of types in C++: bytes of an element, and the name in Python.
+# torch's C++ names of types: bytes per element, and the Python name.
 _TYPES = {
     "Byte": (1, "uint8"),
     "Char": (1, "int8"),
@@ -46,9 +46,9 @@ class Verdict:
     """Why ranks wait.
 
     Args:
-        missing: the ranks that the others wait for, or whose call differs; empty if the two sides are alike.
+        missing: the ranks that the others wait for, or whose call differs; empty if neither side can be singled out.
         waiting: the ranks that wait in a collective.
-        text: one sentence for each group in which ranks wait in vain, without a full stop.
+        text: one sentence, without a full stop, for each group in which ranks wait in vain.
     """
 
     missing: tuple[int, ...]
@@ -60,12 +60,12 @@ def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ())
     """Who waits for whom.
 
     Args:
-        known: by rank, what it has begun in each of its groups. A rank that did not answer is left out.
-        unheard: the ranks of nodes that did not answer at all. Theirs may wait as well as any: they are not to blame, other than
-            one that does not answer on a node that does.
+        known: by rank, what it has started in each of its groups. A rank that did not answer is left out.
+        unheard: the ranks of nodes that did not answer at all. They may be waiting like the others, so they are not blamed,
+            unlike a silent rank on a node that did answer.
 
     Returns:
-        None if nobody waits in vain, as far as is known.
+        None if no rank is known to wait in vain.
     """
     mismatches: list[tuple[set[int], str]] = []
     lags: list[tuple[set[int], str]] = []
@@ -81,7 +81,7 @@ def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ())
     found = mismatches or lags
     if not found:
         return None
-    # Who waits nowhere is to blame; if all wait, in a circle, the few for whom the many wait.
+    # Ranks that wait nowhere are to blame. If all wait, in a circle, blame the few that the many wait for.
     awaited = set().union(*(ranks for ranks, _ in found))
     missing = awaited - waiting or min((ranks for ranks, _ in found), key=len)
     return Verdict(
@@ -92,7 +92,7 @@ def verdict(known: Mapping[int, Sequence[Group]], unheard: Collection[int] = ())
 
 
 def mismatch(known: Mapping[int, Sequence[Group]]) -> str:
-    """The calls that do not match, as in :func:`verdict`, of ranks some of which have ended; or nothing."""
+    """The calls that do not match, in words as in :func:`verdict`; or nothing. Some of the ranks may have ended."""
     found = [
         _mismatch(calls, _name(own, members, calls, known))
         for (own, members), calls in sorted(_by_group(known).items())
@@ -101,7 +101,7 @@ def mismatch(known: Mapping[int, Sequence[Group]]) -> str:
 
 
 def longest(known: Mapping[int, Sequence[Group]]) -> float | None:
-    """For how many seconds a rank has waited in a collective, at most; None if none waits, as far as is known."""
+    """The longest time, in seconds, that a rank has waited in a collective; None if none is known to wait."""
     pending = [
         _first_pending(calls) for by_rank in _by_group(known).values() for calls in by_rank.values()
     ]
@@ -111,7 +111,7 @@ def longest(known: Mapping[int, Sequence[Group]]) -> float | None:
 def last_begun(
     known: Mapping[int, Sequence[Group]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, int]]:
-    """By group (its name and members) and rank: the number of the last collective."""
+    """The number of the last collective, by group (its name and members) and rank."""
     return {
         key: {rank: calls[-1]["seq"] for rank, calls in of_ranks.items()}
         for key, of_ranks in _by_group(known).items()
@@ -131,7 +131,7 @@ def place(groups: Sequence[Group]) -> str:
 def _by_group(
     known: Mapping[int, Sequence[Group]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, Sequence[Call]]]:
-    """By group (its name and members): by rank, its calls."""
+    """The calls, by group (its name and members) and rank."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, Sequence[Call]]] = defaultdict(dict)
     for rank, groups in known.items():
         for group in groups:
@@ -145,7 +145,7 @@ def _first_pending(calls: Sequence[Call]) -> Call | None:
 
 
 def _mismatch(calls: Mapping[int, Sequence[Call]], name: str) -> tuple[set[int], str] | None:
-    """Ranks that call different things as the same number of a group."""
+    """Ranks whose calls with the same number in a group differ."""
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, each in calls.items():
         for call in each:
@@ -181,7 +181,7 @@ def _lag(
     known: Mapping[int, Sequence[Group]],
     unheard: Collection[int],
 ) -> tuple[set[int], str] | None:
-    """Members that have not entered what the others wait in. Nobody, if nothing is known of them."""
+    """Members that have not entered the call that the others wait in. An empty set if nothing is known about them."""
     waits = {rank: call for rank, call in pending.items() if call is not None}
     if not waits:
         return None
@@ -216,7 +216,7 @@ def _name(
     calls: Iterable[int],
     known: Mapping[int, Sequence[Group]],
 ) -> str:
-    """A group for people: its description, else its ranks. Several groups may have the same members."""
+    """A group's name for people: its description, or else its ranks. Several groups may have the same members."""
     ranks = list(calls) or list(known)
     about = next(
         each["about"]

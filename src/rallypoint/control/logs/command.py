@@ -42,9 +42,9 @@ follows the other. Of other nodes, the last 512 KiB are shown (with more than 12
 
 _WITH_VALUE = ("--rank", "--tail", "--since", "--grep", "--generation")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# Seconds between two looks of --follow.
+# Seconds between two looks with --follow.
 INTERVAL = 0.5
-# The same on other nodes. How long they may take, and the way there and back.
+# The same for other nodes; how long they may take to answer, and the extra time for the way there and back.
 OTHERS_INTERVAL = 2.0
 PATIENCE, WAY = 5.0, 5.0
 
@@ -55,7 +55,7 @@ class _Wanted:
     choice: Choice = field(default_factory=Choice)
     follow: bool = False
     generation: int | None = None
-    seconds: float | None = None  # of --since
+    seconds: float | None = None  # given by --since
 
 
 def command(words: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def command(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: a flag is unknown, or has a wrong value.
-        ControlError: there is no such job, or its output is in no file.
+        ControlError: there is no such job, or its output is not in files.
     """
     if {"-h", "--help"} & set(words):
         standard_streams.write(HELP + "\n")
@@ -89,15 +89,15 @@ def command(words: Sequence[str]) -> int:
 
 
 def last_lines(job: client.RunningJob, ranks: Collection[int], tail: int) -> list[str]:
-    """The last lines that workers of a job have written, each with its rank.
+    """The last lines that a job's workers have written, each with its rank.
 
     Args:
-        job: which runs.
-        ranks: of these; empty: of all.
-        tail: so many of each stream of each worker.
+        job: a running job.
+        ranks: the ranks to show; empty: all.
+        tail: how many lines of each stream of each worker.
 
     Raises:
-        ControlError: the job has ended, or its output is in no file.
+        ControlError: the job has ended, or its output is not in files.
     """
     wanted = _Wanted(choice=Choice(ranks=frozenset(ranks), tail=tail))
     folder = _folder_of(job)
@@ -108,7 +108,7 @@ def last_lines(job: client.RunningJob, ranks: Collection[int], tail: int) -> lis
     return [log_lines.shown(line, colour=False) for line in lines]
 
 
-# -- what is asked for ----------------------------------------------------------------------------
+# -- the arguments --------------------------------------------------------------------------------
 
 
 def _parse(words: Sequence[str]) -> _Wanted:
@@ -171,11 +171,11 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise ConfigError("--grep", text, f"no regular expression: {error}") from None
 
 
-# -- where it is ----------------------------------------------------------------------------------
+# -- finding the output ---------------------------------------------------------------------------
 
 
 def _find(name: str, *, follow: bool) -> tuple[client.RunningJob | None, Path]:
-    """The job, if it runs and is asked for or followed, and the folder of its run."""
+    """The job, if it runs and is named or followed, and the folder of its run."""
     if name and os.path.isdir(name) and not client.is_id(name):
         folder = _run_folder(Path(name))
         job = _writer(folder) if follow else None
@@ -193,7 +193,7 @@ def _find(name: str, *, follow: bool) -> tuple[client.RunningJob | None, Path]:
 
 
 def _writer(folder: Path) -> client.RunningJob | None:
-    """The job that runs and writes there."""
+    """The running job that writes to a folder, or None."""
     for job, told in client.running():
         place = told["log_folder"] if isinstance(told, dict) else ""
         if place and Path(place).resolve() == folder.resolve():
@@ -209,7 +209,7 @@ def _folder_of(job: client.RunningJob) -> Path:
 
 
 def _run_folder(folder: Path) -> Path:
-    """This one, or the newest run in it."""
+    """The folder itself if it is a run's, or else the newest run in it."""
     if log_folder.generations(folder):
         return folder
     runs = [each for each in folder.iterdir() if each.is_dir() and log_folder.generations(each)]
@@ -233,10 +233,10 @@ def _generation(folder: Path, wanted: int | None) -> int:
 def _check_ranks(
     wanted: Collection[int], job: client.RunningJob | None, here: Collection[int]
 ) -> None:
-    """Others than those of this host's files may be on other nodes of a job that runs. (-1: not known.)
+    """Check that the wanted ranks exist: in this host's files (-1: an unknown rank), or on other nodes of a running job.
 
     Raises:
-        ControlError: a rank is nowhere.
+        ControlError: a rank does not exist.
     """
     if -1 in here:
         return
@@ -263,7 +263,7 @@ def _remark(text: str) -> None:
 
 
 def _chosen(files: Sequence[LogFile], choice: Choice) -> list[LogFile]:
-    """Those that can have wanted lines."""
+    """The files that may have wanted lines."""
     found = [each for each in files if not choice.ranks or each.origin.rank in {-1, *choice.ranks}]
     if choice.since is not None:
         found = [each for each in found if _changed(each.path) >= choice.since]
@@ -281,8 +281,8 @@ class _Others:
     """The output of the job's other nodes.
 
     Args:
-        job: None if it has ended.
-        wanted: what is asked for.
+        job: the job; None if it has ended.
+        wanted: what to show.
     """
 
     def __init__(self, job: client.RunningJob | None, wanted: _Wanted) -> None:
@@ -294,7 +294,7 @@ class _Others:
         self._silent: set[str] = set()
 
     def look(self) -> list[list[Line]]:
-        """What is new, file by file: at first the last lines, then what has been written since."""
+        """The new lines, file by file: first the last lines, then what has been written since."""
         if self._job is None:
             return []
         self._number += 1
@@ -312,7 +312,7 @@ class _Others:
             nodes = self._job.ask(question, PATIENCE + WAY)["nodes"]
         except ControlError:
             self._missed = log_readers.ALL
-            return []  # it ends, which is noticed
+            return []  # the job is ending, which the caller notices
         now = clock.MONOTONIC.now()
         found: list[list[Line]] = []
         self._missed = [int(node) for node in nodes if nodes[node] is None]
@@ -326,8 +326,8 @@ class _Others:
         return found
 
     def chosen(self, choice: Choice) -> list[Iterator[Line]]:
-        """The wanted ones of :meth:`look`."""
-        # Their hosts know how old their lines are.
+        """The wanted lines of :meth:`look`."""
+        # The other hosts have already applied ``since``: they know how old their lines are.
         choice = replace(choice, since=None)
         return [choice.of(each) for each in self.look()]
 
@@ -341,7 +341,7 @@ def _now(folder: Path, generation: int, choice: Choice, others: _Others) -> Iter
 def _following(
     job: client.RunningJob, folder: Path, wanted: _Wanted, others: _Others
 ) -> Iterator[Line]:
-    """The last lines that there are, then those that are written, until the job ends."""
+    """The last lines so far, then new ones as they are written, until the job ends."""
     generation = _generation(folder, wanted.generation)
     places: dict[Path, log_reading.Place | None] = {}
     choice = wanted.choice
@@ -350,7 +350,7 @@ def _following(
         runs = client.is_running(job)
         if wanted.generation is None:
             newest = _newest(folder, generation)
-            # What the workers before wrote last says most: why there is another generation.
+            # The last lines of the previous workers matter most: they say why there is a new generation.
             for over in range(generation, newest):
                 ends = [_last_of(each, places) for each in _files(folder, over)]
                 yield from log_lines.in_order([choice.of(each) for each in ends])
@@ -371,7 +371,7 @@ def _following(
 
 
 def _last_of(file: LogFile, places: dict[Path, log_reading.Place | None]) -> Iterator[Line]:
-    """What is still unread of a file that nobody writes to any more."""
+    """The unread rest of a file to which nothing is written any more."""
     yield from _news(file, places)
     yield from log_reading.rest(file, places.get(file.path))
 
@@ -379,7 +379,7 @@ def _last_of(file: LogFile, places: dict[Path, log_reading.Place | None]) -> Ite
 def _files(folder: Path, generation: int) -> list[LogFile]:
     try:
         return log_folder.log_files(folder, generation)
-    except OSError:  # a temporary folder goes with its job
+    except OSError:  # a temporary folder is removed with its job
         return []
 
 

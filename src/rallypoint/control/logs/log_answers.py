@@ -1,8 +1,8 @@
-"""The output of a node's workers, on its way to who asks on another node.
+"""The output of a node's workers, as an answer to a reader on another node.
 
-Question: ``ask`` (``logs``), ``generation`` (None: the newest), ``since`` (seconds ago, or None), ``room``: the bytes of lines in an
-answer, at most and by default :data:`BUDGET`; and what :mod:`.log_readers` needs to go on where the last answer ended. Who wants more
-asks again.
+A question has ``ask`` (``logs``), ``generation`` (None: the newest), ``since`` (seconds ago, or None), ``room`` (the most bytes
+of lines in the answer; :data:`BUDGET` is the default and the maximum), and what :mod:`.log_readers` needs to continue where
+the last answer ended. A reader that wants more asks again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from . import log_reading
 from .log_lines import Choice
 
 
-# An answer is one record of the job's store, which has at most 1 MiB.
+# An answer is one record in the job's store, where a record has at most 1 MiB.
 BUDGET = 512 * 1024
-# The answers of all nodes are in the store at the same time. Together, and in any case from each.
+# The answers of all nodes are in the store at once. The limit for all together, and what each node gets in any case.
 ALL_NODES, LEAST = 64 * 1024 * 1024, 16 * 1024
 
 
@@ -37,11 +37,11 @@ def told(
     """This node's answer.
 
     Args:
-        folder: of this node's run, if it has one.
-        places: where to go on, by file; others are read from near their end on.
+        folder: the folder of this node's run, if it has one.
+        places: where to continue, by file; other files are read from near their end.
         question: see above.
     Returns:
-        ``host``, ``now`` (of its monotonic clock), ``generation``, ``files``.
+        ``host``, ``now`` (by its monotonic clock), ``generation``, ``files``.
     """
     files: list[dict[str, Any]] = []
     answer: dict[str, Any] = {"host": addresses.hostname(), "files": files, "generation": None}
@@ -57,7 +57,7 @@ def told(
             most = min(wanted, BUDGET) if type(wanted) is int and wanted > 0 else BUDGET
             budget = max(1, most // max(1, len(found)))
             files += [_told_of(each, places, question, budget) for each in found]
-            # What workers before wrote last, to one who has read of them.
+            # The last lines of earlier workers, for a reader that has read their output.
             for older in (each for each in known if each < generation):
                 files += [
                     _told_of(each, places, question, budget)
@@ -107,11 +107,11 @@ def _place(value: object) -> log_reading.Place | None:
 
 
 def places_after(places: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Where to go on after an answer of this node.
+    """Where to continue after an answer of this node.
 
     Args:
         places: where the answer began.
-        answer: as :func:`told` made it.
+        answer: the result of :func:`told`.
     """
     after = dict(places)
     for file in answer["files"]:
@@ -123,15 +123,15 @@ def places_after(places: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[s
 
 
 def read(answer: Mapping[str, Any], now: float) -> list[list[Line]]:
-    """The lines in another node's answer, file by file. Their times are shifted to this host's clock.
+    """The lines in another node's answer, file by file, their times shifted to this host's clock.
 
-    The age of a line is what the two clocks have in common; it is off by the time that the answer took.
+    A line's age is the same on both clocks, except for the time that the answer took.
 
     Args:
-        answer: as :func:`told` made it.
-        now: on this host's monotonic clock, when the answer came.
+        answer: the result of :func:`told`.
+        now: when the answer arrived, by this host's monotonic clock.
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such an answer.
     """
     try:
         shift = now - float(answer["now"])

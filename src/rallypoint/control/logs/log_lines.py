@@ -1,4 +1,4 @@
-"""Which lines of a job's output are shown, in which order, and how. Pure."""
+"""Which lines of a job's output are shown, in what order and form. Pure."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Choice:
     """Which lines are wanted.
 
     Args:
-        ranks: of these; empty: of all.
-        pattern: only lines in which it is found; None: all.
-        tail: only so many of each stream of each worker, the last ones; None: all.
-        since: only those of this time and later, in seconds since 1970, and those without a time; None: all.
+        ranks: only lines of these ranks; empty: all.
+        pattern: only lines that match it; None: all.
+        tail: only this many last lines of each stream of each worker; None: all.
+        since: only lines from this time on, in seconds since 1970, and lines without a time; None: all.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -31,7 +31,7 @@ class Choice:
     since: float | None = None
 
     def takes(self, line: Line) -> bool:
-        """Whether it is wanted; ``tail`` does not count here."""
+        """Whether a line is wanted. Ignores ``tail``."""
         if self.ranks and line.origin.rank not in self.ranks:
             return False
         if self.since is not None and line.time is not None and line.time < self.since:
@@ -39,17 +39,17 @@ class Choice:
         return self.pattern is None or self.pattern.search(line.text) is not None
 
     def of(self, stream: Iterable[Line]) -> Iterator[Line]:
-        """Those of one stream of one worker."""
+        """The wanted lines of one stream of one worker."""
         wanted = (line for line in stream if self.takes(line))
         return wanted if self.tail is None else iter(deque(wanted, self.tail))
 
 
 def in_order(streams: Sequence[Iterator[Line]]) -> Iterator[Line]:
-    """The lines of one host: those with a time in the order of time, those without stream after stream.
+    """The lines of one host: those with a time sorted by time, those without one stream after the other.
 
-    The order is that of the monotonic clock: a clock that is set does not change it.
+    Times are by the monotonic clock, so setting the system's clock does not change the order.
     """
-    # A line without a time goes where the one before it does.
+    # A line without a time stays with the line before it.
     return (line for _, _, line in heapq.merge(*map(_timed, range(len(streams)), streams)))
 
 
@@ -64,7 +64,7 @@ _Place = tuple[int, int]
 
 
 def shown(line: Line, *, colour: bool) -> str:
-    """A line with the rank that has written it."""
+    """A line, marked with the rank that wrote it."""
     origin = line.origin
     who = f"rank {origin.rank}" if origin.rank >= 0 else f"local rank {origin.local_rank}"
     mark = f"[{who}{' err' if origin.stream == 'stderr' else ''}]"

@@ -1,8 +1,8 @@
-"""How far those who follow a job's output on other nodes have read that of this node.
+"""How far readers on other nodes, which follow a job's output, have read the output of this node.
 
-Each node remembers that itself: a question goes to all nodes, and with the places in the files of a thousand of them it would be too
-large. A question has ``reader``, who asks; ``number``, counted up from 0; and ``missed``, the nodes whose last answer it did not
-get, or :data:`ALL`. What is in a missed answer is told again.
+Each node keeps track of that itself: a question goes to all nodes, and would be too large with the places in the files of a
+thousand nodes. A question has ``reader`` (the asker's id), ``number`` (counted up from 0), and ``missed`` (the nodes whose
+last answer the reader did not get, or :data:`ALL`). The contents of a missed answer are sent again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from . import log_answers
 
 
-# No node's last answer came.
+# No node's last answer arrived.
 ALL = "all"
-# So many readers are remembered. One that is forgotten hears the last lines again.
+# How many readers are remembered. One that was forgotten gets the last lines again.
 MAX_READERS = 16
 
 
@@ -27,12 +27,12 @@ MAX_READERS = 16
 class _Reader:
     lock: threading.Lock = field(default_factory=threading.Lock)
     number: int = -1
-    heard: dict[str, Any] = field(default_factory=dict)  # places, up to which it has heard all
-    told: dict[str, Any] = field(default_factory=dict)  # the same, once it has the last answer
+    heard: dict[str, Any] = field(default_factory=dict)  # the places up to which it has all
+    told: dict[str, Any] = field(default_factory=dict)  # the same, if it gets the last answer
 
 
 class LogReaders:
-    """Those who follow the job's output. Methods may be called in any thread."""
+    """The readers that follow the job's output. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,12 +41,12 @@ class LogReaders:
     def answer(
         self, folder: Path | None, question: Mapping[str, Any], node_rank: int
     ) -> dict[str, Any] | None:
-        """This node's answer; None if a later question has been answered.
+        """This node's answer; None if this or a later question has already been answered.
 
         Args:
-            folder: of this node's run, if it has one.
+            folder: the folder of this node's run, if it has one.
             question: see :mod:`.log_answers`.
-            node_rank: of this node.
+            node_rank: this node's rank.
         """
         name, number, missed = (question.get(key) for key in ("reader", "number", "missed"))
         if not isinstance(name, str) or type(number) is not int:

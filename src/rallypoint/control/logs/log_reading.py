@@ -1,4 +1,4 @@
-"""Reading log files from a place on, also while they grow and are rotated."""
+"""Reads log files from a given place on, even while they grow and are rotated."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rallypoint._core.log_folder import LogFile
 from rallypoint._core.log_records import Line, parse
 
 
-# A part of a file: its inode, the offset of the first line that was not read.
+# A place in a part of a file: the part's inode, and the offset of the first unread line.
 Place = tuple[int, int]
 CHUNK = 1 << 20
 
 
 def read(file: LogFile, place: Place | None, limit: int = CHUNK) -> tuple[list[Line], Place | None]:
-    """The whole lines from a place on.
+    """The complete lines from a place on.
 
     Args:
-        file: what to read.
-        place: where; None: its beginning. If that part is gone: the oldest there is.
-        limit: bytes; one longer line is read in pieces.
+        file: the file to read.
+        place: where to start; None: the beginning. If that part is gone, starts at the oldest part that is left.
+        limit: the most bytes to read; a longer line is read in pieces.
     Returns:
-        The lines, and where to go on. The same place: there are no more now.
+        The lines, and where to continue. If that is the same place, there are no more lines now.
     """
     parts = [(each, inode) for each in file.parts() if (inode := _inode(each)) is not None]
     at = next((at for at, (_, inode) in enumerate(parts) if place and inode == place[0]), None)
@@ -52,7 +52,7 @@ def read(file: LogFile, place: Place | None, limit: int = CHUNK) -> tuple[list[L
 
 
 def rest(file: LogFile, place: Place | None) -> list[Line]:
-    """A last line that was never ended, once nothing is written any more."""
+    """An unterminated last line, once nothing is written any more."""
     if place is None or _inode(file.path) != place[0]:
         return []
     with file.path.open("rb") as opened:
@@ -62,7 +62,7 @@ def rest(file: LogFile, place: Place | None) -> list[Line]:
 
 
 def end_of(file: LogFile, size: int) -> Place | None:
-    """The place of the first line among the last ``size`` bytes of the newest part."""
+    """The place of the first line that starts in the last ``size`` bytes of the newest part."""
     try:
         with file.path.open("rb") as opened:
             stat = os.fstat(opened.fileno())
@@ -76,7 +76,7 @@ def end_of(file: LogFile, size: int) -> Place | None:
 
 
 def every_line(file: LogFile, place: Place | None = None) -> Iterator[Line]:
-    """All lines that there are now, from a place on."""
+    """All lines written so far, from a place on."""
     while True:
         lines, following = read(file, place)
         yield from lines

@@ -1,1 +1,1 @@
-"""What the memory of the workers is: private and shared, by mapping, and on devices."""
+"""What the workers' memory consists of: private and shared, by mapping, and on devices."""

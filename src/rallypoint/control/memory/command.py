@@ -1,4 +1,4 @@
-"""``rally memory``: what the memory of the workers is."""
+"""``rally memory``: what the workers' memory consists of."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ what torch's allocator holds on each device.
 
 The kernel walks all pages of a process for this: a process with 100 GB may wait for some tenths of a second."""
 
-# What the kernel may take to walk the pages of large processes.
+# How long the kernel may take to walk the pages of large processes.
 PATIENCE = 30.0
 WAY = 8.0
 

@@ -1,4 +1,4 @@
-"""The memory of a process from the text of ``/proc/PID/smaps``: totals, and mappings with the same name together. Pure."""
+"""The memory of a process from the text of ``/proc/PID/smaps``: totals, and mappings merged by name. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from typing import Any, Final
 
 
-# Mappings that are told, the largest first.
+# How many mappings are returned, the largest first.
 MOST: Final = 12
 _HEAD: Final = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ (\d+) *(.*)$")
 _FIELD: Final = re.compile(r"^(\w+): +(\d+) kB$")
-# Fields of a mapping, and what they are called here.
+# Fields of a mapping, and their names here.
 _FIELDS: Final = {
     "Rss": "rss",
     "Pss": "pss",
@@ -34,9 +34,9 @@ def memory(smaps: str) -> dict[str, Any]:
 
     Returns:
         In bytes: ``rss`` (resident), ``pss`` (the same, but a page that n processes share counts 1/n), ``shared`` and ``private``
-        (parts of rss), ``swap``, ``huge`` (huge pages, not in rss); ``mappings``: the largest ones by pss and swap, those of the
-        same name together, each with ``name``, ``count`` and the same keys; ``shared_memory``: those of them that are objects in
-        ``/dev/shm``, memory files and System V segments, all of them.
+        (parts of rss), ``swap``, ``huge`` (huge pages, not in rss). ``mappings`` has the :data:`MOST` largest ones by pss, swap
+        and huge, merged by name, each with ``name``, ``count`` and the same keys. ``shared_memory`` has the :data:`MOST` largest
+        objects in ``/dev/shm``, memory files, System V segments and shared mappings of ``/dev/zero``.
     """
     totals = dict.fromkeys(KEYS, 0)
     named: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Reading what the memory of workers and their children is: from /proc, and for devices from the workers themselves."""
+"""Reads the memory of workers and their children: from /proc, and for devices from the workers themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.control.collectives import collective_probe
 from . import mappings
 
 
-# How long workers may take to tell of their devices: they walk all blocks of the allocator.
+# How long workers may take to report on their devices: they walk all blocks of the allocator.
 PATIENCE = 3.0
 
 
@@ -21,10 +21,10 @@ def look(workers: Mapping[int, tuple[int, int]]) -> list[dict[str, Any]]:
     """The memory of workers and of their descendants. Blocks.
 
     Args:
-        workers: by rank, the pid and the supervisor's end of the worker's line; closed here.
+        workers: by rank, the pid and the supervisor's end of the worker's line, which is closed here.
     Returns:
-        For each process: ``rank``, ``pid``, ``name`` (of a child; empty for a worker), what :func:`.mappings.memory` returns, or
-        ``why`` it is not known, and of a worker ``devices``: the memory of each device that it uses.
+        For each process: ``rank``, ``pid``, ``name`` (of a child; empty for a worker), what :func:`.mappings.memory` returns,
+        ``why`` that is unknown (or empty), and ``devices``: the memory of each device that a worker uses.
     """
     try:
         lines = dict(workers.values())

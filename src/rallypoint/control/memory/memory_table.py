@@ -1,4 +1,4 @@
-"""The memory of workers for people. Pure."""
+"""The workers' memory, as text for people. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Process = Mapping[str, Any]
 
 _HEAD: Final = ("RANK", "HOST", "PID", "PROCESS", "RSS", "PSS", "PRIVATE", "SHARED", "SWAP", "")
 _LEFT: Final = {1, 3, len(_HEAD) - 1}
-# Mappings that are shown of each rank.
+# How many mappings are shown per rank.
 _SHOWN: Final = 5
 
 
 def text(processes: Sequence[Process], *, mappings: int = _SHOWN) -> str:
-    """A table of all processes; what the memory of the workers is; shared memory; devices.
+    """A table of all processes; the workers' largest mappings; shared memory; devices.
 
     Args:
-        mappings: how many mappings of each rank are shown.
+        mappings: how many mappings to show per rank.
     """
     parts = [_table(processes), *_mappings(processes, mappings)]
     parts += filter(None, (_shared_memory(processes), _devices(processes)))
@@ -56,7 +56,7 @@ def _row(each: Process) -> tuple[str, ...]:
 
 
 def _mappings(processes: Sequence[Process], most: int) -> list[str]:
-    """Of each worker; ranks whose mappings have the same names and sizes together."""
+    """The largest mappings of each worker. Ranks whose mappings have the same names and sizes share an entry."""
     groups: dict[str, list[int]] = {}
     for each in processes:
         if each["name"] or not each["mappings"]:
@@ -76,7 +76,7 @@ def _called(mapping: Mapping[str, Any]) -> str:
 
 
 def _shared_memory(processes: Sequence[Process]) -> str:
-    """Objects that processes share, each once, with the ranks that have it."""
+    """Objects that processes share, each listed once, with the ranks that map it."""
     found: dict[tuple[str, str], tuple[int, set[int]]] = {}
     for each in processes:
         for one in each["shared_memory"]:

@@ -1,1 +1,1 @@
-"""A job in numbers, for Prometheus and what reads its formats."""
+"""A job's metrics, for Prometheus and compatible readers."""

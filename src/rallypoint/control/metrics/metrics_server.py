@@ -1,6 +1,6 @@
-"""The metrics of a job on a port: just enough HTTP for a scraper, in the loop of the supervisor.
+"""A job's metrics on a port: enough HTTP for a scraper, in the supervisor's loop.
 
-One descriptor in that loop stands for the port and all connections, as with :mod:`rallypoint.control.server`.
+One descriptor in that loop covers the port and all connections, as in :mod:`rallypoint.control.server`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Connection:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A listening socket; without a host, at the addresses of both families."""
+    """A listening socket; without a host, on the addresses of both IP families."""
     if not host and socket.has_dualstack_ipv6():
         both = socket.AF_INET6
         return socket.create_server((host, port), family=both, backlog=16, dualstack_ipv6=True)
@@ -41,11 +41,11 @@ class MetricsServer:
 
     Args:
         host: the address to listen on; empty: all.
-        port: 0: any free one.
+        port: the port to listen on; 0: any free one.
         make: makes the text.
 
     Raises:
-        OSError: the port is in use, or the address is not of this host.
+        OSError: the port is in use, or the address is not this host's.
     """
 
     def __init__(self, host: str, port: int, make: Callable[[], str]) -> None:
@@ -60,11 +60,11 @@ class MetricsServer:
         self.port: int = self._listener.getsockname()[1]
 
     def fileno(self) -> int:
-        """Readable when :meth:`serve` is to be called."""
+        """A descriptor that is readable when :meth:`serve` should be called."""
         return self._epoll.fileno()
 
     def serve(self) -> None:
-        """Do what can be done without waiting."""
+        """Do whatever can be done without blocking."""
         for fd, _ in self._epoll.poll(0):
             if fd == self._listener.fileno():
                 self._accept()
@@ -72,7 +72,7 @@ class MetricsServer:
                 self._go_on(self._connections[fd])
 
     def close(self) -> None:
-        """End all connections. A second call does nothing."""
+        """Close the port and all connections. A second call does nothing."""
         for each in self._connections.values():
             each.socket.close()
         self._connections.clear()
@@ -86,7 +86,7 @@ class MetricsServer:
             with forks.opening():
                 accepted, _ = self._listener.accept()
         except OSError:
-            return  # it has gone again, or a limit is reached
+            return  # the client has gone again, or a limit is reached
         accepted.setblocking(False)
         if len(self._connections) >= MAX_CONNECTIONS:
             self._drop(next(iter(self._connections.values())))
@@ -137,7 +137,7 @@ class MetricsServer:
         except BlockingIOError:
             return
         except OSError:
-            pass  # it has gone
+            pass  # the client has gone
         self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:

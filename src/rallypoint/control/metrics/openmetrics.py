@@ -1,4 +1,4 @@
-"""A job as OpenMetrics text, for Prometheus and what reads its formats. Pure."""
+"""A job's metrics as OpenMetrics text, for Prometheus and compatible readers. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Labels = Mapping[str, str | int]
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened to a job on this node since it began.
+    """What has happened to a job on this node since it started.
 
     Args:
-        failures: of workers, by kind.
-        hangs: how often the job was told to hang.
-        store_operations: of this node's supervisor.
+        failures: how many workers have failed, by kind.
+        hangs: how often the job was reported to hang.
+        store_operations: how many operations on the store this node's supervisor has made.
     """
 
     failures: dict[str, int] = field(
@@ -29,11 +29,11 @@ class Counts:
     _cpu: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def note_end(self, *, signal: int | None, error: str) -> None:
-        """A worker has failed by itself.
+        """A worker has failed on its own.
 
         Args:
-            signal: that ended it, or None.
-            error: how, in words.
+            signal: the signal that ended it, or None.
+            error: how it failed, in words.
         """
         kind = "exit_code"
         if signal is not None:
@@ -43,7 +43,7 @@ class Counts:
         self.failures[kind] += 1
 
     def rising(self, workers: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
-        """By rank and pid: CPU seconds that never fall, though a child that has ended takes its own with it."""
+        """CPU seconds by rank and pid. They never fall, even if a child's seconds vanish when it ends."""
         known = self._cpu
         self._cpu = {}
         for each in workers:
@@ -53,7 +53,7 @@ class Counts:
 
 
 class _Text:
-    """Lines of families. All samples of a family stand together."""
+    """The lines of metric families. All samples of a family are adjacent."""
 
     def __init__(self, usual: Labels, *, plain: bool) -> None:
         self.lines: list[str] = []
@@ -74,7 +74,7 @@ class _Text:
         endings = {"counter": "total", "histogram": "bucket", "info": "info"}
         suffix = f"_{endings[kind]}" if kind in endings else ""
         if self._plain:
-            # The older format names a counter with its ending, knows no "info" and no units.
+            # In the older format a counter's name includes its suffix, and there are no "info" metrics and no units.
             whole = name if kind == "histogram" else f"{name}{suffix}"
             self.lines.append(f"# HELP {whole} {help_text}")
             self.lines.append(f"# TYPE {whole} {'gauge' if kind == 'info' else kind}")
@@ -119,10 +119,10 @@ def text(
     """The metrics of a job on one node.
 
     Args:
-        status: as the supervisor tells it.
-        usage: of each worker of this node.
-        counts: since the job began.
-        version: of this package.
+        status: the supervisor's status.
+        usage: what each worker of this node uses.
+        counts: what has happened since the job started.
+        version: this package's version.
         plain: in Prometheus' older text format (0.0.4), the only one that node_exporter reads from files.
     """
     workers = list(usage)

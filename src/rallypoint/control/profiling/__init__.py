@@ -1,1 +1,1 @@
-"""What the workers spend their time on: traces of torch's profiler, and samples of their stacks."""
+"""What the workers spend their time on: traces from torch's profiler, and samples of their stacks."""

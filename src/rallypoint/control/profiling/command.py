@@ -35,14 +35,14 @@ Record what the workers of a running job do, and write it as one trace: a proces
 Without --sampling, torch's profiler records all threads of a worker: operators, collectives, kernels on GPUs. Open the file at
 https://ui.perfetto.dev. With --sampling, open it at https://www.speedscope.app."""
 
-# Ranks that are recorded unless they are named.
+# The most ranks that are recorded without being named.
 MOST_RANKS = 16
-# What the supervisors may take beyond the time for recording and writing.
+# How long the supervisors may take beyond the time for recording and writing.
 WAY = 10.0
 
 
 def command(words: Sequence[str]) -> str:
-    """Run ``rally profile``; returns the text to print. Blocks for the time of the recording.
+    """Run ``rally profile``; returns the text to print. Blocks for the duration of the recording.
 
     Raises:
         ConfigError: a flag is unknown, or has a wrong value.
@@ -114,7 +114,7 @@ def _seconds(text: str) -> float:
 
 
 def _place(output: str | None, job: str, *, sampling: bool) -> Path:
-    """Where the trace goes. A file that the user has not named is not overwritten."""
+    """The file for the trace. An existing file is overwritten only if the user named it."""
     kind = "speedscope" if sampling else "trace"
     path = Path(output or f"{job.replace('/', '_')}.{kind}.json")
     if output is None and path.exists():
@@ -125,7 +125,7 @@ def _place(output: str | None, job: str, *, sampling: bool) -> Path:
 
 
 def _traces(processes: Sequence[Mapping[str, Any]]) -> tuple[list[Trace], list[str]]:
-    """The traces in the order of ranks; and why some ranks have none."""
+    """The traces ordered by rank, and why some ranks have none."""
     traces, failed = [], []
     for each in processes:
         why = each["why"]

@@ -1,7 +1,7 @@
 """How far apart the clocks of two hosts are, from when their ranks enter the same collectives. Pure.
 
-No clock is read across hosts. But a rank enters the next blocking call of a group only after the last member has entered this one, on
-whichever host that is. So each pair of calls that follow each other bounds the difference from both sides.
+No clock is read across hosts. But a rank enters a group's next blocking call only after the last member, on whichever host, has
+entered the current one. So each pair of successive calls bounds the difference from both sides.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rallypoint._core.flight_records import Entered
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """What is to be subtracted from the times of one host to have those of another.
+    """What to subtract from the times of one host to get those of another.
 
     Args:
-        seconds: the middle of what is possible.
-        within: seconds by which it may be wrong, up or down.
-        calls: how many calls it is from.
+        seconds: the middle of the possible range.
+        within: how many seconds it may be off in either direction.
+        calls: how many calls it is based on.
     """
 
     seconds: float
@@ -30,10 +30,10 @@ class Offset:
 def offset(
     first: Sequence[Sequence[Entered]], second: Sequence[Sequence[Entered]]
 ) -> Offset | None:
-    """The clock of the second host against that of the first.
+    """The offset of the second host's clock from the first host's.
 
     Args:
-        first, second: by rank of the host, when it entered its last collectives.
+        first, second: for each rank of the host, when it entered its last collectives.
 
     Returns:
         None if the ranks have no blocking calls in common: calls that run in the background bound nothing.
@@ -45,7 +45,7 @@ def offset(
         for seq in here.keys() & there.keys():
             after = seq + 1
             if after in here and after in there:
-                # The earliest rank of one host after the latest one of the other.
+                # The earliest rank on one host enters after the latest one on the other.
                 most = min(most, min(there[after]) - max(here[seq]))
                 least = max(least, max(there[seq]) - min(here[after]))
                 calls += 1
@@ -57,7 +57,7 @@ def offset(
 def _by_group(
     ranks: Iterable[Sequence[Entered]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, list[float]]]:
-    """By group: by number of the call, when the ranks of a host entered it, in seconds."""
+    """By group and number of the call: when the ranks of a host entered it, in seconds."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, list[float]]] = {}
     for groups in ranks:
         for group in groups:

@@ -1,6 +1,6 @@
-"""Recording what workers do for some seconds: by torch's profiler inside them, or by py-spy from outside.
+"""Records what workers do for some seconds: with torch's profiler inside them, or with py-spy from outside.
 
-A worker's thread is told where to write its trace, and a FIFO on which it says when that is done. A script does nothing for it.
+A thread of the worker is told where to write its trace, and the FIFO on which to report completion. The script need do nothing.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from rallypoint._core.stack_line import PROFILE, THREAD
 from rallypoint.control.stacks.stack_probe import find_py_spy
 
 
-# What a worker may take to write its trace, and py-spy to begin and to end.
+# How long a worker may take to write its trace, and py-spy to start and stop.
 WRITING = 55.0
 # Samples per second.
 RATE = 100
-# Bytes of all traces of a node, compressed, that are sent to another one: they pass through the job's store.
+# The most bytes of compressed traces that a node sends to another one. They pass through the job's store.
 MAX_SENT = 600_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """What is wanted.
+    """What to record.
 
     Args:
         seconds: how long.
-        sampling: by py-spy.
-        native: C frames as well, with py-spy.
-        folder: where the traces go; None: another node asks, so they are in the answer.
+        sampling: use py-spy.
+        native: include C frames, with py-spy.
+        folder: where the traces go; None: another node asks, so they go into the answer.
     """
 
     seconds: float
@@ -52,16 +52,16 @@ class Recording:
 
 
 def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict[str, Any]]:
-    """Record workers. Blocks for the time that is wanted, and until the traces are written.
+    """Record workers. Blocks for the requested time, and until the traces are written.
 
     Args:
-        workers: by rank, the pid and the supervisor's end of the worker's line; closed here.
-        wanted: how.
+        workers: by rank, the pid and the supervisor's end of the worker's line, which is closed here.
+        wanted: what to record.
     Returns:
         For each worker: ``rank``, ``pid``, ``trace`` (the path of the file; empty if there is none, or it is in ``packed``),
-        ``packed`` (the trace, compressed), ``why`` there is none, ``entered``: when it entered its last
-        collectives, and whether it is ``whole``: the script has not ended it by starting torch's profiler;
-        ``clock``: which one its times are of (:func:`rallypoint._core.host.clock_identity`).
+        ``packed`` (the trace, compressed), ``why`` there is none, ``entered`` (when it entered its last collectives),
+        ``whole`` (false if the script cut the recording short by starting torch's profiler) and
+        ``clock`` (the clock of its times, :func:`rallypoint._core.host.clock_identity`).
     """
     own = None
     try:
@@ -86,7 +86,7 @@ def look(workers: Mapping[int, tuple[int, int]], wanted: Recording) -> list[dict
 
 
 def _nothing(rank: int, pid: int) -> dict[str, Any]:
-    """What is told of a worker before anything is known."""
+    """A worker's record before anything is known."""
     nothing = {"trace": "", "packed": "", "why": "", "entered": [], "whole": True}
     return {"rank": rank, "pid": pid, **nothing}
 
@@ -123,7 +123,7 @@ def _by_torch(rank: int, pid: int, line: int, folder: str, wanted: Recording) ->
 
 
 def _answer(fifo: int, pidfd: int, deadline: Deadline) -> dict[str, Any]:
-    """The line that comes through the FIFO; empty if none does."""
+    """The answer that arrives through the FIFO; empty if none does."""
     poller = select.poll()
     poller.register(fifo, select.POLLIN)
     poller.register(pidfd, select.POLLIN)
@@ -131,7 +131,7 @@ def _answer(fifo: int, pidfd: int, deadline: Deadline) -> dict[str, Any]:
     while not received.endswith(b"\n"):
         ready = dict(poller.poll((deadline.remaining() or 0.0) * 1000))
         if fifo not in ready:
-            return {}  # the time is over, or the worker has ended
+            return {}  # the time is up, or the worker has ended
         data = os.read(fifo, 1 << 16)
         if not data:
             return {}
@@ -169,7 +169,7 @@ def _by_py_spy(rank: int, pid: int, _line: int, folder: str, wanted: Recording) 
 
 
 def _packed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With the traces themselves, for a node that cannot read the files."""
+    """The records with the traces themselves, for a node that cannot read the files."""
     room = MAX_SENT
     sent = []
     for each in found:
@@ -188,10 +188,10 @@ def _packed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unpacked(packed: str, most: int = 1 << 30) -> bytes:
-    """The trace in ``packed``.
+    """The trace in ``packed``, cut off after ``most`` bytes.
 
     Raises:
-        ValueError: it is none, or has more than ``most`` bytes.
+        ValueError: it is not a packed trace.
     """
     try:
         return zlib.decompressobj().decompress(base64.b64decode(packed), most)

@@ -1,4 +1,4 @@
-"""Traces of several ranks as one: Chrome's trace format from torch's profiler, speedscope's from py-spy. Pure."""
+"""Merges the traces of several ranks: Chrome's trace format from torch's profiler, speedscope's from py-spy. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rallypoint._core.rank_words import in_words
 from . import host_clocks
 
 
-# Numbers of processes in the merged trace: those of a rank begin at its rank times this.
+# In the merged trace, the process numbers of a rank start at the rank times this.
 _ROOM: Final = 10_000
-# Phases of events that are tied to others by an id.
+# Phases of events that are linked to others by an id.
 _FLOWS: Final = frozenset("stfbneNOD")
 
 
@@ -23,10 +23,10 @@ class Trace:
     """What was recorded of one rank.
 
     Args:
-        rank, pid, host: of the worker.
+        rank, pid, host: the worker's.
         body: the trace, as JSON.
         entered: when the rank entered its last collectives.
-        clock: which one its times are of; empty: that of its host, whatever other host has the same name.
+        clock: identifies the clock of its times; empty: the host's name does, even if another host has the same name.
     """
 
     rank: int
@@ -45,9 +45,9 @@ def chrome(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
     """One trace of all ranks, for Perfetto and chrome://tracing.
 
     Args:
-        traces: in the order of ranks; not empty.
+        traces: ordered by rank; not empty.
     Returns:
-        The trace, and what is to be known about its times, in words.
+        The trace, and remarks about its times, in words.
     """
     first = traces[0]
     base = int(first.body.get("baseTimeNanoseconds") or 0)
@@ -64,7 +64,7 @@ def chrome(traces: Sequence[Trace]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shifts(traces: Sequence[Trace]) -> tuple[dict[str, float], list[str]]:
-    """By clock: seconds to subtract from its times; and what to say about it."""
+    """By clock, the seconds to subtract from its times; and remarks about that."""
     by_clock: dict[str, list[Trace]] = {}
     for each in traces:
         by_clock.setdefault(each.clock_of, []).append(each)
@@ -76,7 +76,7 @@ def _shifts(traces: Sequence[Trace]) -> tuple[dict[str, float], list[str]]:
             [each.entered for each in ours], [each.entered for each in theirs]
         )
         if found is None:
-            # Nothing ties them together: both begin at the same place.
+            # Nothing relates the two clocks, so both traces start at the same point.
             shifts[clock] = (_begin(theirs) - _begin(ours)) / 1e6
             remarks.append(
                 f"the times of {host} ({in_words([each.rank for each in theirs])}) cannot be compared with those of {here}:"
@@ -92,7 +92,7 @@ def _shifts(traces: Sequence[Trace]) -> tuple[dict[str, float], list[str]]:
 
 
 def _begin(traces: Sequence[Trace]) -> float:
-    """When the first event of these began, in microseconds."""
+    """When the first event of these traces began, in microseconds."""
     return min(
         (
             float(event["ts"]) + int(trace.body.get("baseTimeNanoseconds") or 0) / 1000
@@ -105,7 +105,7 @@ def _begin(traces: Sequence[Trace]) -> float:
 
 
 def _events(trace: Trace, shift: float) -> list[dict[str, Any]]:
-    """Its events with numbers of processes and of flows that no other rank has, and its times."""
+    """A trace's events, with process and flow numbers unique to its rank, and shifted times."""
     numbers: dict[Any, int] = {}
 
     def number(pid: Any) -> int:

@@ -1,4 +1,4 @@
-"""What differs about a rank that is slow, from what the system tells of it and of the others on its host. Pure."""
+"""How a slow rank differs from the others on its host, by what the system reports about them. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from rallypoint._core.rank_words import numbers_in_words
 
 
-# A share of the time must be so much larger than the others'.
+# A share of the time must exceed twice the others' by this much.
 SHARE = 0.05
 # Major page faults per second that slow a process down: each of them reads from a disk.
 FAULTS = 20.0
-# The clock of its CPUs, as a part of the others'.
+# The clock of its CPUs as a fraction of the others'.
 CLOCK = 0.9
-# Memory that is swapped out, in bytes.
+# Memory swapped out, in bytes.
 SWAPPED = 16 << 20
-# Pages on another NUMA node than its CPUs.
+# The share of its memory on another NUMA node than its CPUs.
 REMOTE = 0.3
 
 
@@ -26,15 +26,15 @@ class Surroundings:
 
     Args:
         cpu: the share of the time in which its main thread ran.
-        cpu_wait: in which its main thread could run and had no CPU.
-        throttled: in which its control group was not allowed to run.
-        memory_pressure: in which all of its control group waited for memory.
-        disk_wait: in which its main thread waited for a disk.
+        cpu_wait: the share in which its main thread was runnable but had no CPU.
+        throttled: the share in which its control group was not allowed to run.
+        memory_pressure: the share in which all of its control group waited for memory.
+        disk_wait: the share in which its main thread waited for a disk.
         faults: major page faults per second.
         swapped: bytes that are swapped out.
         nice: its priority; 0 is usual, 19 yields to all others.
         cpus: the CPUs that it may use.
-        clock: of these, in MHz; 0: not known.
+        clock: their mean frequency in MHz; 0: unknown.
         remote: the share of its memory that is on another NUMA node than its CPUs.
         neighbours: what else runs on its CPUs, in words, most CPU time first; empty if nothing does.
         group: its control group.
@@ -56,11 +56,11 @@ class Surroundings:
 
 
 def differences(slow: Surroundings, others: Sequence[Surroundings]) -> list[str]:
-    """What differs about it, in words, the likeliest cause first; empty if nothing does.
+    """How the slow rank differs, in words, the likeliest cause first; empty if it does not.
 
     Args:
         slow: the slow rank.
-        others: the other workers of its host.
+        others: the other workers on its host.
     """
 
     def usual(of: Callable[[Surroundings], float]) -> float:
@@ -102,7 +102,7 @@ def differences(slow: Surroundings, others: Sequence[Surroundings]) -> list[str]
 
 
 def _by_cpu_time(slow: Surroundings, usual: float) -> list[str]:
-    """Whether it computes or waits, if nothing else tells."""
+    """Whether it computes or waits, if nothing else explains it."""
     if slow.cpu > usual + SHARE:
         return ["it computes more than they do: more data, or a larger part of the model?"]
     if slow.cpu + SHARE < usual or slow.cpu < 0.5:

@@ -1,14 +1,14 @@
-"""How late each rank comes to the collectives of its groups, and how long it waits there for others. Pure.
+"""How late each rank enters the collectives of its groups, and how long it waits there for others. Pure.
 
-A collective ends when its last member has come. So a slow rank waits for nobody, and enters the same call later than the others do, in
-step after step. Only ranks of one host are compared: they share a clock.
+A collective ends when its last member has arrived. So a slow rank waits for no one, and enters the same call later than the
+others, step after step. Only ranks on one host are compared, because they share a clock.
 
-Calls of the same operation and sizes (a *kind*) come once or a few times in a step, so the time between two of them is the step, or a
-part of it that repeats. Of the kinds of a group, the one counts to which a rank comes latest: in the backward pass of DDP each bucket
-is later than the one before, and only at the last one the others stand still.
+Calls of the same operation and sizes (a *kind*) occur once or a few times per step, so the time between two of them is the
+step, or a repeating part of it. Of a group's kinds, the one in which a rank is latest counts: in DDP's backward pass each
+bucket is later than the one before, and the others wait only at the last one.
 
-Steps differ by chance, on every rank. So the median of many steps is taken, and it must be all but impossible that a rank which is as fast
-as the others is behind them in so many.
+Steps vary by chance on every rank. So the median of many is taken, and a rank counts as late only if a rank as fast as the
+others would almost never fall behind them that often.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import Final
 from rallypoint._core.flight_records import Entered
 
 
-# Calls of one kind that are needed at least, and the most that are looked at.
+# The fewest calls of one kind that suffice, and the most that are examined.
 LEAST: Final = 25
 MOST: Final = 400
-# How many standard deviations of a fair coin's count "behind the others" must be more often than "before them". Chance does that
-# once in three million times.
+# A rank must be behind the others this many standard deviations more often than a fair coin shows heads. Chance does that once
+# in three million times.
 SURE: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lateness:
-    """A rank among the others of its host.
+    """A rank compared with the others on its host.
 
     Args:
         step: seconds from one call to the next of the same kind.
-        late: seconds by which it comes after the others, usually; negative if before.
-        waits: seconds that it waits for the last one, usually.
-        is_sure: it is not by chance that it comes after them.
+        late: how many seconds after the others it usually arrives; negative if before.
+        waits: how many seconds it usually waits for the last rank.
+        is_sure: whether its arriving after them is not due to chance.
     """
 
     step: float
@@ -48,12 +48,12 @@ class Lateness:
 
     @property
     def share(self) -> float:
-        """The part of a step that the others wait for this rank."""
+        """The share of a step in which the others wait for this rank."""
         return max(0.0, self.late / self.step)
 
     @property
     def waiting(self) -> float:
-        """The part of a step that this rank waits for others."""
+        """The share of a step in which this rank waits for others."""
         return min(1.0, max(0.0, self.waits / self.step))
 
 
@@ -61,11 +61,11 @@ def lateness(known: Mapping[int, Sequence[Entered]], seconds: float) -> dict[int
     """How late each rank is.
 
     Args:
-        known: by rank, when it entered its last collectives (:func:`rallypoint._core.flight_records.entered`). All of one host.
-        seconds: how far to look back, if there are :data:`LEAST` calls in that time; otherwise so far that there are.
+        known: by rank, when it entered its last collectives (:func:`rallypoint._core.flight_records.entered`). All on one host.
+        seconds: how far to look back. Goes back further if there are fewer than :data:`LEAST` calls in that time.
 
     Returns:
-        By rank. Without those of whom too little is known, or who are alone in their groups on this host.
+        By rank, without ranks about which too little is known, or which are alone in their groups on this host.
     """
     found: dict[int, list[Lateness]] = {}
     for calls in _by_group(known).values():
@@ -76,8 +76,8 @@ def lateness(known: Mapping[int, Sequence[Entered]], seconds: float) -> dict[int
 
 
 def _together(found: Sequence[Lateness]) -> Lateness:
-    """The kind of calls in which a rank is latest, with the longest wait of any."""
-    # What others do not wait for, they have left behind before it came: calls that run in the background.
+    """The kind of calls in which a rank is latest, with its longest wait in any kind."""
+    # A rank that is late by a whole step is not waited for: such calls run in the background.
     blocking = [each for each in found if each.late < each.step] or found
     latest = max(blocking, key=lambda each: (each.is_sure, each.share))
     waiting = max(blocking, key=lambda each: each.waiting).waiting
@@ -92,7 +92,7 @@ def _together(found: Sequence[Lateness]) -> Lateness:
 def _by_group(
     known: Mapping[int, Sequence[Entered]],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, tuple[float, int]]]]:
-    """By group: by rank, by number of the call: when it was entered, and its kind."""
+    """By group, rank and number of the call: when it was entered, and its kind."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, tuple[float, int]]]] = {}
     first = min((group["since"] for groups in known.values() for group in groups), default=0)
     for rank, groups in known.items():
@@ -109,7 +109,7 @@ def _by_group(
 def _by_kind(
     calls: Mapping[int, Mapping[int, tuple[float, int]]], seconds: float
 ) -> list[list[dict[int, float]]]:
-    """For each kind of calls, call after call: by rank, when it was entered."""
+    """For each kind, its calls in order, each as the times of entry by rank."""
     common = set.intersection(*(set(each) for each in calls.values()))
     kinds: dict[int, list[dict[int, float]]] = {}
     for seq in sorted(common):
@@ -124,13 +124,13 @@ def _by_kind(
             continue
         oldest = max(each[-1].values()) - seconds
         recent = sum(max(times.values()) >= oldest for times in each)
-        # One more: the steps are between them.
+        # One call more than steps, which lie between the calls.
         found.append(each[-min(max(recent, LEAST + 1), MOST) :])
     return found
 
 
 def _compared(times: Sequence[Mapping[int, float]]) -> dict[int, Lateness]:
-    """The ranks in calls of one kind."""
+    """Compare the ranks in calls of one kind."""
     ends = [max(each.values()) for each in times]
     step = _median([after - before for before, after in itertools.pairwise(ends)])
     if step <= 0:
@@ -139,7 +139,7 @@ def _compared(times: Sequence[Mapping[int, float]]) -> dict[int, Lateness]:
     waits: dict[int, list[float]] = {rank: [] for rank in times[0]}
     for each, end in zip(times, ends, strict=True):
         ordered = sorted((at, rank) for rank, at in each.items())
-        # Of an even number of others, the later one of the two in the middle: it is not to look worse than it is.
+        # With an even number of others, compare with the later of the middle two, so that no rank looks later than it is.
         middle = (len(ordered) - 1) // 2
         for place, (at, rank) in enumerate(ordered):
             others = ordered[middle if middle < place else middle + 1][0]
@@ -159,5 +159,5 @@ def _compared(times: Sequence[Mapping[int, float]]) -> dict[int, Lateness]:
 
 
 def _median(values: Sequence[float]) -> float:
-    """The lower one of two. (:mod:`statistics` would have to be imported.)"""
+    """The median; of two middle values, the lower. (Avoids importing :mod:`statistics`.)"""
     return sorted(values)[(len(values) - 1) // 2]

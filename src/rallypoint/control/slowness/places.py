@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 
 def own_place(seen: Mapping[str, int], others: Sequence[Mapping[str, int]]) -> str:
-    """The place where a rank is most often, beyond what the others are there.
+    """The place where a rank is seen most often relative to the others.
 
-    All ranks do much of the same work. What only one does, or does for longer, is why it is late.
+    All ranks do much of the same work. A rank is late because of what only it does, or does for longer.
 
     Args:
         seen: by place, how often the rank was seen there.
-        others: the same of each other rank, at the same moments.
+        others: the same for each other rank, at the same moments.
 
     Returns:
         The place; empty if it was not seen anywhere.

@@ -1,4 +1,4 @@
-"""Which ranks are slow: they make the others wait, look after look. Pure."""
+"""Which ranks are slow: those that make the others wait, look after look. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Final
 from .lateness import Lateness
 
 
-# The part of a step that the others wait for a rank that is slow.
+# The others wait for a slow rank for at least this share of a step.
 SHARE: Final = 0.1
-# Seconds that they wait in each step. Less is due to the order in which ranks leave the call before, and the system wakes them.
+# They also wait for at least this many seconds: shorter waits come from the order in which ranks leave the call before and wake.
 LATE: Final = 0.002
 
 
 @dataclass(slots=True)
 class _Streak:
-    since: float  # of the first look at which it made the others wait
-    last: float  # of the last such look
+    since: float  # time of the first look at which it made the others wait
+    last: float  # time of the last such look
     is_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a look has changed.
+    """What has changed with a look.
 
     Args:
-        slow: ranks that are slow from now on.
-        over: ranks that are no longer.
+        slow: ranks that have become slow.
+        over: ranks that are no longer slow.
     """
 
     slow: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class News:
 
 
 def makes_wait(found: Lateness, contention: float = 0.0) -> bool:
-    """Whether the others wait for a rank by more than a little."""
+    """Whether the others have to wait for a rank noticeably."""
     return found.is_sure and found.late >= LATE and found.share >= SHARE + contention
 
 
@@ -44,8 +44,8 @@ class SlowRanks:
     """The ranks of one host, look after look.
 
     Args:
-        after: seconds for which a rank must make the others wait before it is slow, and for which it must not before it is no
-            longer.
+        after: a rank becomes slow after making the others wait for this many seconds, and is no longer slow after not doing so
+            for as long.
     """
 
     def __init__(self, after: float) -> None:
@@ -54,13 +54,13 @@ class SlowRanks:
         self._last: dict[int, Lateness] = {}
 
     def look(self, now: float, found: Mapping[int, Lateness], contention: float = 0.0) -> News:
-        """Take note of how late the ranks are.
+        """Record how late the ranks are.
 
         Args:
             now: seconds on a monotonic clock.
-            found: by rank. One of whom nothing is known is left out: that says nothing about it.
-            contention: the part of the time in which the workers of this host usually wait for a CPU. If all do, some are later
-                than others by chance of scheduling.
+            found: by rank. A rank about which nothing is known is left out, and keeps its state.
+            contention: the share of the time in which workers on this host usually wait for a CPU. If all wait, scheduling
+                makes some later than others by chance.
         """
         self._last = {**self._last, **found}
         for rank, each in found.items():
@@ -82,10 +82,10 @@ class SlowRanks:
 
     @property
     def slow(self) -> tuple[int, ...]:
-        """The ranks that are slow, as of the last look."""
+        """The slow ranks, as of the last look."""
         return tuple(sorted(rank for rank, each in self._streaks.items() if each.is_named))
 
     @property
     def last(self) -> Mapping[int, Lateness]:
-        """What was known of each rank last."""
+        """What was last known about each rank."""
         return self._last

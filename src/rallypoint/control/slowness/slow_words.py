@@ -1,4 +1,4 @@
-"""What is said of a slow rank. Pure."""
+"""Descriptions of slow ranks for people. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .lateness import Lateness
 
 
 def is_slow(rank: int, found: Lateness, place: str, differences: Sequence[str]) -> str:
-    """A line for people.
+    """A line about a rank that is slow.
 
     Args:
-        rank: which one.
+        rank: the slow rank.
         found: how late it is.
-        place: where its main thread is most often, in words; empty if that is not known.
-        differences: what is different about it, in words.
+        place: where its main thread is most often, in words; empty if unknown.
+        differences: how it differs from the others, in words.
     """
     text = (
         f"rank {rank} is slow: the others wait for it {found.share:.0%} of the time"
@@ -27,12 +27,12 @@ def is_slow(rank: int, found: Lateness, place: str, differences: Sequence[str]) 
 
 
 def was_slow(rank: int, share: float, passed: float) -> str:
-    """The same when the job has ended.
+    """The same after the job has ended.
 
     Args:
-        rank: which one.
-        share: the part of the time that the others waited for it.
-        passed: seconds for which it was slow.
+        rank: the rank that was slow.
+        share: the share of the time in which the others waited for it.
+        passed: how many seconds it was slow.
     """
     return f"rank {rank} was slow for {duration(passed)}: the others waited for it {share:.0%} of that time"
 

@@ -1,4 +1,4 @@
-"""What the system tells of a worker, from /proc, /sys and its control group. Nothing here needs the worker's help."""
+"""What the system reports about a worker, from /proc, /sys and its control group. The worker need not cooperate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _NODES: Final = Path("/sys/devices/system/node")
-# Neighbours that use less of a core than this are not told, and not more of them than these.
+# Neighbours that use less of a core than this are left out, and at most this many are named.
 _BUSY, _MOST_BUSY = 0.05, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What was counted of a worker until now; times in seconds."""
+    """A worker's counters up to now; times in seconds."""
 
     at: float
     ran: float
@@ -41,7 +41,7 @@ class Counters:
 
 
 def counters(pid: int) -> Counters | None:
-    """Of a process; None if it is gone."""
+    """A process's counters; None if it is gone."""
     try:
         fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
         status = dict(
@@ -69,7 +69,7 @@ def counters(pid: int) -> Counters | None:
 
 
 def between(first: Counters, second: Counters) -> Surroundings:
-    """What happened in between."""
+    """What happened between two readings of the counters."""
     passed = max(1e-3, second.at - first.at)
 
     def share(before: float, after: float) -> float:
@@ -91,7 +91,7 @@ def between(first: Counters, second: Counters) -> Surroundings:
 
 
 def with_memory(pid: int, found: Surroundings) -> Surroundings:
-    """With where its memory is. The kernel walks all its pages for that: ask seldom."""
+    """Add where its memory is. The kernel walks all its pages for this, so call it rarely."""
     nodes = _numbers_in(_NODES / "online")
     if len(nodes) < 2:
         return found
@@ -111,7 +111,7 @@ def with_memory(pid: int, found: Surroundings) -> Surroundings:
 
 
 def running() -> dict[int, float]:
-    """By pid: the CPU time of every process so far, in seconds."""
+    """Every process's CPU time so far, in seconds, by pid."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -128,13 +128,13 @@ def neighbours(
     after: dict[int, float],
     seconds: float,
 ) -> str:
-    """Other processes that have run on these CPUs in between, in words: ``stress (pid 77, 98 % of a core)``.
+    """Other processes that ran on these CPUs meanwhile, in words: ``stress (pid 77, 98 % of a core)``.
 
     Args:
         cpus: the CPUs.
-        own: pids that are not meant.
-        before, after: as :func:`running` told.
-        seconds: between the two.
+        own: pids to leave out.
+        before, after: two results of :func:`running`.
+        seconds: the time between the two.
     """
     busy = sorted(
         (
@@ -155,7 +155,7 @@ def neighbours(
 
 
 def _schedule(pid: int) -> tuple[float, float, int]:
-    """Of the main thread: seconds that it ran, and that it could run but had no CPU."""
+    """For the main thread: seconds it ran, seconds it was runnable without a CPU, and the number of its time slices."""
     try:
         ran, waited, slices = _text(f"/proc/{pid}/schedstat").split()
     except (FileNotFoundError, ValueError):  # a kernel without CONFIG_SCHED_INFO
@@ -193,7 +193,7 @@ def _memory_pressure(groups: Sequence[str]) -> float:
 
 
 def _folders(groups: Sequence[str], controller: str) -> list[Path]:
-    """Where a control group's files may be: in the tree of this controller, or in the one of all."""
+    """Where a control group's files may be: in this controller's own tree, or in the unified one."""
     found = []
     for line in groups:
         number, controllers, path = line.split(":", 2)
@@ -207,7 +207,7 @@ def _folders(groups: Sequence[str], controller: str) -> list[Path]:
 
 
 def _clock(cpus: Sequence[int]) -> float:
-    """The mean frequency of these CPUs, in MHz; 0 if it is not known."""
+    """The mean frequency of these CPUs, in MHz; 0 if unknown."""
     found = []
     for each in cpus:
         with contextlib.suppress(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Where the workers are: their stacks, read without their help."""
+"""Where the workers are: their stacks, read without their cooperation."""

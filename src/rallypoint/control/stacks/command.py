@@ -35,7 +35,7 @@ def command(words: Sequence[str]) -> str:
     """Run ``rally stacks``; returns the text to print.
 
     Raises:
-        ConfigError: a flag is unknown, or a rank is no number.
+        ConfigError: a flag is unknown, or a rank is not a number.
         ControlError: there is no such job, or it does not answer.
     """
     if {"-h", "--help"} & set(words):

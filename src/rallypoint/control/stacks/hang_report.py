@@ -1,4 +1,4 @@
-"""Whether workers that do nothing hang, by their stacks: who waits in a collective, and who does not come to it. Pure."""
+"""Whether idle workers hang, judged by their stacks: who waits in a collective, and who does not enter it. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rallypoint.control.collectives import collective_waits
 from . import stack_groups
 
 
-# Python code below which a rank waits for others. The engine's: DDP and FSDP wait in backward.
+# Python code in which a rank waits for others. The autograd engine is included: DDP and FSDP wait in backward.
 _WAITS = re.compile(r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$")
-# The part of the time without movement for which a collective must have been waited for. Its record may be younger than the hang.
+# A rank must have waited in a collective for this share of the time without progress: its record may be younger than the hang.
 WAITED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A job in which nobody moves.
+    """A job in which no worker makes progress.
 
     Args:
-        missing: the ranks for which the others wait, or whose call does not match theirs; empty if that is not known.
+        missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
         waiting: the ranks that wait in a collective.
-        text: for people.
-        begun: by group (its name and members) and rank, the number of the last collective. None if a collective is known to have
-            been waited for long; otherwise, only the stacks tell, and steps may have gone on in the very moment of the look.
+        text: a description for people.
+        begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
+            a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.
     """
 
     missing: tuple[int, ...]
@@ -37,12 +37,12 @@ class Hang:
     begun: Mapping[tuple[str, tuple[int, ...]], Mapping[int, int]] | None = None
 
     def confirms(self, earlier: Hang | None) -> bool:
-        """Whether this is to be told: a record tells it, or an earlier look has found the same."""
+        """Whether to report this hang: a record shows it, or an earlier look found the same."""
         if self.begun is None:
             return True
         if earlier is None or earlier.begun is None:
             return False
-        # A worker that is busy may not have said what it has begun.
+        # A busy worker may not have reported what it has started.
         known = [(key, rank) for key, ranks in self.begun.items() for rank in ranks]
         return not set(self.waiting).isdisjoint(earlier.waiting) and all(
             earlier.begun.get(key, {}).get(rank, self.begun[key][rank]) == self.begun[key][rank]
@@ -60,25 +60,25 @@ def explain(
     working: bool = False,
     by_stacks: bool = True,
 ) -> Hang | None:
-    """Why nothing moves, or hardly anything does.
+    """Why there is no progress, or hardly any.
 
     Args:
         processes: stacks of the workers, with or without children.
-        seconds: for how long no worker has used CPU time to speak of, or storage.
+        seconds: how long no worker has used storage or any significant CPU time.
         world_size: how many workers there are.
-        ended: ranks whose worker has ended, as far as is known.
+        ended: ranks whose worker is known to have ended.
         unheard: ranks of nodes that did not answer.
-        working: some workers are at work, the others have done nothing for that long.
-        by_stacks: with ``working``, whether stacks are enough to tell; otherwise the collectives that ranks have begun must tell.
+        working: whether some workers are busy, while the others have done nothing for that long.
+        by_stacks: with ``working``, whether stacks are sufficient evidence; otherwise records of collectives are required.
     Returns:
-        None if no rank waits in a collective: servers wait for requests for as long as they like. Nor if it has not waited for
-        half as long. With ``working``, also if all ranks wait.
+        None if no rank waits in a collective (servers wait for requests as long as they like), or if the longest wait is less
+        than half of ``seconds``. With ``working``, also None if all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
     waited = collective_waits.longest(known)
     if waited is not None and waited < WAITED * seconds:
-        return None  # steps go on; they need little CPU
+        return None  # steps advance, and need little CPU
     found = collective_waits.verdict(known, unheard)
     still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
     if found is not None:
@@ -92,7 +92,7 @@ def explain(
     missing = sorted({each["rank"] for each in workers} - set(waiting))
     gone = ""
     if not missing and not working:
-        # Those that are left wait: for whom, if not for those that have ended?
+        # All remaining ranks wait, so they must be waiting for those that have ended.
         missing = sorted(set(ended) - set(waiting))
         gone = _have_ended(missing)
     others = in_words(waiting)

@@ -1,4 +1,4 @@
-"""Processes with the same stack, as one group: the odd ones out first. Pure."""
+"""Groups of processes with the same stack, the odd ones out first. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Process = Mapping[str, Any]
 
 # Where packages and Python's own modules are.
 _INSTALLED = re.compile(r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
-# Names of C++ functions with their templates fill pages.
+# Names of C++ functions with their template arguments can fill pages.
 _MAX_FUNCTION = 100
 
 
 def groups(processes: Sequence[Process]) -> list[list[Process]]:
-    """Processes with the same stack in the main thread together; the smallest group first.
+    """Groups of processes whose main threads have the same stack, the smallest group first.
 
     Args:
         processes: records of :meth:`.RunningJob.stacks`.
@@ -27,7 +27,7 @@ def groups(processes: Sequence[Process]) -> list[list[Process]]:
     found: dict[Any, list[Process]] = {}
     for each in processes:
         found.setdefault(_signature(each), []).append(each)
-    # A child's stack is no sign of anything if its parent works; workers come first.
+    # A child's stack means nothing if its parent works, so workers come first.
     return sorted(
         found.values(), key=lambda group: (bool(group[0]["name"]), len(group), group[0]["rank"])
     )
@@ -42,10 +42,10 @@ def _signature(process: Process) -> Any:
 
 
 def text(processes: Sequence[Process], *, all_threads: bool = False) -> str:
-    """For people: each group under its ranks, the stack as in a traceback.
+    """A text for people: each group under its ranks, the stack as in a traceback.
 
     Args:
-        all_threads: also the threads besides the main thread; otherwise they are counted.
+        all_threads: show all threads; otherwise those besides the main thread are only counted.
     """
     parts = []
     for group in groups(processes):

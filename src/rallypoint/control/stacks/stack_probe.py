@@ -1,11 +1,11 @@
-"""Reading the stacks of processes that do not help: stuck in C code, in a collective, with the GIL held.
+"""Reads the stacks of processes that cannot cooperate: stuck in C code, in a collective, with the GIL held.
 
-py-spy is asked first, if it is installed: it reads a process's memory, and works for one that is stopped, too. But it may not
-look where containers forbid ptrace.
+py-spy is tried first, if it is installed. It reads a process's memory, so it works even for a stopped process, but not where
+containers forbid ptrace.
 
-A worker has a handler for :data:`~rallypoint._core.stack_line.STACK_SIGNAL` that is not Python code: it writes the stacks of all threads to a pipe,
-whatever the interpreter does (faulthandler). Its forked children have inherited it. Interrupted system calls are restarted, but
-for those that the kernel never restarts: C code that calls ``sleep`` or ``poll`` may return early from it.
+A worker has a handler for :data:`~rallypoint._core.stack_line.STACK_SIGNAL` that is not Python code (faulthandler). It writes
+the stacks of all threads to a pipe, whatever the interpreter is doing. The worker's forked children inherit it. Interrupted
+system calls are restarted, except those that the kernel never restarts: ``sleep`` or ``poll`` in C code may return early.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from . import stack_records
 from .stack_records import Thread
 
 
-# Nothing marks the end of what a process writes: nothing has come for this long, and no thread is in the handler any more.
+# A process's output has no end mark. It is complete when none has come for this long and no thread is in the handler any more.
 _SILENCE = 0.05
-# How long a process may take to begin. A handler waits for nothing but a core; who waits for one gets more.
+# How long a process may take to start writing. The handler needs nothing but a core; a process that waits for one gets longer.
 _BEGIN = 1.0
 _READERS = 8
-# What py-spy may take for a process that seems stuck in the kernel.
+# How long py-spy may take for a process that seems stuck in the kernel.
 _STUCK = 1.0
 _STATES = {
     "T": "it is stopped (SIGSTOP); kill -CONT continues it",
@@ -49,12 +49,12 @@ _STATES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A worker whose stacks, and whose children's, are wanted.
+    """A worker to read the stacks of, with its children.
 
     Args:
         rank: its rank.
         pid: its pid.
-        fd: the reading end of its pipe; closed by :func:`look`.
+        fd: the read end of its pipe; closed by :func:`look`.
     """
 
     rank: int
@@ -69,13 +69,13 @@ def look(
 
     Args:
         targets: the workers.
-        native: C frames as well, by py-spy.
+        native: include C frames, from py-spy.
         by_signal: do not use py-spy.
-        patience: seconds for all.
+        patience: seconds for all of them together.
     Returns:
         For each process: ``rank``, ``pid``, ``name`` (of a child; empty for a worker), ``threads`` (``name`` and
         ``frames``: ``file``, ``line``, ``function``; the main thread first), and ``why`` there are none. For workers also
-        ``collectives`` (:func:`rallypoint._core.flight_records.compact`), None if the worker did not tell them.
+        ``collectives`` (:func:`rallypoint._core.flight_records.compact`), None if the worker did not report them.
     Raises:
         ValueError: ``native``, and py-spy is not installed.
     """
@@ -102,7 +102,7 @@ def _of_worker(
         records = [_of_process(target, target.pid, "", native, py_spy, deadline)]
         for pid in process.descendants(target.pid):
             name = _name(pid)
-            # Children that run other programs have nothing to say, but those that run Python code of the worker's.
+            # Children that run other programs have no handler; those that run the worker's Python code do.
             if process.catches(pid, STACK_SIGNAL):
                 records.append(_of_process(target, pid, name, native, py_spy, deadline))
         return records
@@ -126,8 +126,8 @@ def _of_process(
 
 
 def _by_signal(pid: int, fd: int, deadline: Deadline) -> list[Thread]:
-    _drain(fd)  # what came too late for the last one who asked
-    # The signal would kill a process that is still starting or has executed another program.
+    _drain(fd)  # an answer that came too late for an earlier question
+    # The signal would kill a process that is still starting, or that has executed another program.
     if not process.catches(pid, STACK_SIGNAL) or process.state(pid) in "TtZ":
         return []
     blocking = process.blocking(pid, STACK_SIGNAL)
@@ -153,7 +153,7 @@ def _by_signal(pid: int, fd: int, deadline: Deadline) -> list[Thread]:
 
 
 def _waits_for_core(pid: int, blocking: frozenset[int]) -> bool:
-    """Whether the signal has woken the main thread, which needs nothing but a core."""
+    """Whether the signal has woken the main thread, which now only needs a core."""
     return (
         pid not in blocking and process.is_pending(pid, STACK_SIGNAL) and process.state(pid) == "R"
     )
@@ -167,12 +167,12 @@ def _drain(fd: int) -> None:
 def _read(fd: int) -> bytes:
     try:
         return os.read(fd, 65536)
-    except OSError:  # nothing is there, or it has ended
+    except OSError:  # there is nothing to read, or it has ended
         return b""
 
 
 def find_py_spy() -> str | None:
-    """The program, on the path or beside the interpreter."""
+    """The path of py-spy, from ``PATH`` or beside the interpreter; None if it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return shutil.which("py-spy") or (str(beside) if beside.exists() else None)
 
@@ -180,7 +180,7 @@ def find_py_spy() -> str | None:
 def _by_py_spy(
     program: str, pid: int, native: bool, deadline: Deadline
 ) -> tuple[list[Thread], str]:
-    # It would wait for a process that is stuck in the kernel.
+    # py-spy would wait for a process that is stuck in the kernel.
     longest = _STUCK if process.state(pid) == "D" else (deadline.remaining() or 0.0)
     words = [program, "dump", "--json", "--pid", str(pid), *(["--native"] if native else [])]
     try:

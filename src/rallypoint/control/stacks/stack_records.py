@@ -1,6 +1,6 @@
-"""Stacks of processes: from the text of faulthandler or the JSON of py-spy, to records. Pure.
+"""Turns the text of faulthandler or the JSON of py-spy into records of stacks. Pure.
 
-In a record, frames are listed like in a traceback: the most recent call last.
+A record lists frames as in a traceback, with the most recent call last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def from_faulthandler(text: str) -> list[Thread]:
             number = 0 if found[2] == "???" else int(found[2])
             frame = {"file": found[1], "line": number, "function": found[3]}
             threads[-1]["frames"].insert(0, frame)
-    # It lists the threads from the youngest to the oldest.
+    # faulthandler lists the threads from the youngest to the oldest.
     return _trimmed(threads[::-1])
 
 
@@ -42,7 +42,7 @@ def from_py_spy(text: str) -> list[Thread]:
     """The threads in what ``py-spy dump --json`` printed, the main thread first.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     try:
         found = json.loads(text)
@@ -63,7 +63,7 @@ def from_py_spy(text: str) -> list[Thread]:
 
 
 def _trimmed(threads: Sequence[Thread]) -> list[Thread]:
-    """Without what is above the script in the main thread, and without our own thread."""
+    """The threads without our own, and the main thread without the frames above the script."""
     for thread in threads[:1]:
         frames = thread["frames"]
         thread["frames"] = frames[script_frames.beginning([each["file"] for each in frames]) :]

@@ -12,7 +12,7 @@ from .quantities import duration
 
 _HEAD = ("JOB", "PID", "HOST", "SINCE", "NODE", "RANKS", "GEN", "RESTARTS", "STATE", "COMMAND")
 _HOST = _HEAD.index("HOST")
-# Columns that end where the terminal does.
+# The longest command that is shown in full.
 _COMMAND = 60
 
 
@@ -21,11 +21,11 @@ class Row:
     """A supervisor of a job.
 
     Args:
-        name: the job's.
-        pid: of the supervisor; None: unknown.
-        told: its status, or why it has told none.
+        name: the job's name.
+        pid: the supervisor's pid; None: unknown.
+        told: its status, or why there is none.
         host: where it runs; empty: here.
-        node: rank of the node and number of nodes, if it has told nothing.
+        node: the node's rank and the number of nodes, if there is no status.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Row:
 
 
 def table(supervisors: Sequence[Row]) -> str:
-    """A line for each supervisor, below a head. Hosts are a column if any is named."""
+    """A header, and a line for each supervisor. There is a column of hosts if any row names one."""
     rows = [_HEAD, *map(_cells, supervisors)]
     if not any(each.host for each in supervisors):
         rows = [(*row[:_HOST], *row[_HOST + 1 :]) for row in rows]

@@ -32,7 +32,7 @@ name: rally ps --rdzv-endpoint node0:29400 (or --master-addr node0, --secret-fil
 
   --json    one JSON object per row, with its workers; keys in docs/operations.md"""
 
-# Seconds that node 0 of a job may take to say whether it hangs, and that a list may wait for such answers in all.
+# Seconds that node 0 may take to say whether its job hangs, and the limit for all such answers in one list.
 STATE_PATIENCE, ALL_PATIENCE = 1.0, 4.0
 
 
@@ -56,12 +56,12 @@ def command(words: Sequence[str]) -> str:
 
 
 def of_nodes(name: str, nodes: Mapping[int, dict[str, Any] | None], *, as_json: bool) -> str:
-    """What ``rally ps`` prints of a job, from what its nodes say of it.
+    """What ``rally ps`` prints about a job, from the answers of its nodes.
 
     Args:
-        name: of the job.
-        nodes: by rank; None for one that does not answer.
-        as_json: for programs.
+        name: the job's name.
+        nodes: each node's status by rank; None for a node that does not answer.
+        as_json: print JSON, for programs.
     """
     return _shown(_of_nodes(name, nodes), as_json=as_json)
 
@@ -73,7 +73,7 @@ def _shown(rows: Sequence[job_table.Row], *, as_json: bool) -> str:
 
 
 def _here() -> list[job_table.Row]:
-    """The jobs of this host."""
+    """The jobs on this host."""
     rows = []
     patience = Deadline(ALL_PATIENCE)
     for job, told in client.running():
@@ -105,7 +105,7 @@ def _of_one(job: client.RunningJob) -> list[job_table.Row]:
 def _of_nodes(
     name: str, nodes: Mapping[int, dict[str, Any] | None], why: str = "does not answer"
 ) -> list[job_table.Row]:
-    """A job's nodes, by their ranks."""
+    """A job's nodes, ordered by rank."""
     return [
         job_table.Row(name, None, why, node=f"{rank} of {len(nodes)}")
         if told is None
@@ -115,7 +115,7 @@ def _of_nodes(
 
 
 def _with_hang(told: dict[str, Any], first: dict[str, Any] | None) -> dict[str, Any]:
-    """A node's status, with what node 0 says of a hang: it is the one that looks for them."""
+    """A node's status, with a hang that node 0 reports: only node 0 looks for hangs."""
     hangs = first is not None and first.get("hang") and first["generation"] == told["generation"]
     if first is None or not hangs or told["state"] != "running":
         return told

@@ -16,13 +16,13 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """``3.14 it/s``, or ``4.20 s/it`` where a step takes long."""
+    """``3.14 it/s``, or ``4.20 s/it`` if a step takes more than a second."""
     if per_second >= 1:
         return f"{digits(per_second)} it/s"
     return f"{digits(1 / per_second)} s/it" if per_second > 0 else "0 it/s"
 
 
 def digits(value: float) -> str:
-    """Three of them: ``3.14``, ``31.4``, ``314``."""
+    """Three digits: ``3.14``, ``31.4``, ``314``."""
     places = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{places}f}"

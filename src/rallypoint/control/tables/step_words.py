@@ -1,7 +1,7 @@
 """How far a worker is, in words. Pure.
 
-Args are records of progress: ``step``, ``total``, ``rate``, ``seconds_ago``, ``late``, ``seconds_left``, ``metrics``; docs/operations.md
-has them.
+The arguments are progress records: ``step``, ``total``, ``rate``, ``seconds_ago``, ``late``, ``seconds_left``, ``metrics``.
+docs/operations.md describes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .quantities import duration, rate
 
 
 def short(progress: Mapping[str, Any]) -> str:
-    """``step 1204 of 5000, 3.1 it/s``; of a late one ``step 1204 of 5000 for 3m12s``."""
+    """``step 1204 of 5000, 3.1 it/s``; if it is late, ``step 1204 of 5000 for 3m12s``."""
     where = f"step {progress['step']}"
     if progress["total"] is not None:
         where += f" of {progress['total']}"
@@ -23,7 +23,7 @@ def short(progress: Mapping[str, Any]) -> str:
 
 
 def long(progress: Mapping[str, Any]) -> str:
-    """With the time that is left, and the metrics."""
+    """:func:`short`, with the time left and the metrics."""
     return ", ".join([short(progress), *_more(progress)])
 
 
@@ -51,5 +51,5 @@ def bar(progress: Mapping[str, Any], width: int) -> str:
 
 
 def metric(value: float | str) -> str:
-    """Four digits."""
+    """A metric's value; numbers get four digits."""
     return value if isinstance(value, str) else f"{value:.4g}"

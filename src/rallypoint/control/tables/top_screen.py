@@ -1,4 +1,4 @@
-"""``rally top`` on a terminal: keys, and a table that is drawn anew."""
+"""``rally top`` on a terminal: keys, and a table that is redrawn."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SORT_KEYS = {"r": "rank", "c": "cpu", "m": "memory", "g": "gpu"}
 _ARROWS = {"\x1b[A": -1, "\x1bOA": -1, "\x1b[B": 1, "\x1bOB": 1}
 _KEY = re.compile(r"\x1b[\[O][0-9;]*.|.", re.DOTALL)
 _END = {"q", "\x03", "\x04"}
-# They end this command, which puts the terminal back first.
+# Signals that end this command, which restores the terminal first.
 _STOPS = frozenset({signal.SIGTERM, signal.SIGHUP})
-# Lines of each rank, where the output of all is shown.
+# Lines per rank when the output of all ranks is shown.
 LINES_OF_EACH = 3
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def run(view: View, interval: float) -> None:
-    """Show it until a key ends that, or the job."""
+    """Show the view until a key is pressed to quit, or the job ends."""
     view.look()
     said = ""
     with _screen() as (wake, keys):
@@ -47,7 +47,7 @@ def run(view: View, interval: float) -> None:
             ready, _, _ = select.select([wake, sys.stdin], [], [], None if text else wait)
             if wake in ready:
                 with contextlib.suppress(BlockingIOError):
-                    # SIGWINCH: another size, draw again.
+                    # SIGWINCH: the size has changed; draw again.
                     if stopped := _STOPS.intersection(os.read(wake, 64)):
                         raise SystemExit(128 + min(stopped))
             if sys.stdin in ready:
@@ -66,12 +66,12 @@ def run(view: View, interval: float) -> None:
 
 
 def _parted(typed: str) -> list[str]:
-    """The keys of what was typed; those that are several characters whole."""
+    """The keys that were typed. A key that sends several characters stays whole."""
     return _KEY.findall(typed)
 
 
 def _after(key: str, view: View, text: list[str] | None) -> list[str] | None:
-    """What is shown instead of the table after a key."""
+    """What to show instead of the table after a key; None: the table."""
     if text is not None:
         return (text[_room() - 1 :] if key == " " and len(text) > _room() else []) or None
     match key:
@@ -90,7 +90,7 @@ def _after(key: str, view: View, text: list[str] | None) -> list[str] | None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[tuple[int, Callable[[], str]]]:
-    """The terminal, without echo, on its other page, and put back afterwards."""
+    """Switch the terminal to its alternate screen without echo, and restore it afterwards."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ def _screen() -> Iterator[tuple[int, Callable[[], str]]]:
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         tty.setcbreak(fd)
-        # Ctrl-Z would stop this command on a page that the shell's prompt then stands on.
+        # Ctrl-Z would stop this command and leave the shell's prompt on the alternate screen.
         mode = termios.tcgetattr(fd)
         mode[6][termios.VSUSP] = b"\0"
         termios.tcsetattr(fd, termios.TCSADRAIN, mode)
@@ -144,7 +144,7 @@ def _draw(view: View, text: list[str] | None) -> None:
 
 
 def _room() -> int:
-    """Lines above the foot."""
+    """The number of lines above the footer."""
     return max(2, shutil.get_terminal_size((80, 24)).lines - 1)
 
 
@@ -157,12 +157,12 @@ def _stacks(view: View) -> list[str]:
 
 
 def _log(view: View) -> list[str]:
-    """The end of a rank's output, or of all ranks'."""
+    """The end of the chosen rank's output, or of all ranks' output."""
     ranks = () if view.chosen is None else (view.chosen,)
     tail = max(_room() - 1, 10) if ranks else LINES_OF_EACH
     try:
         found = last_lines(view.job, ranks, tail)
     except (RallyError, OSError) as error:
         return [str(error)]
-    # What a worker writes must not move the cursor.
+    # A worker's output must not move the cursor.
     return [_CONTROL.sub("", line) for line in found] or ["no output yet"]

@@ -1,4 +1,4 @@
-"""What ``rally top`` shows of a job."""
+"""What ``rally top`` shows about a job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from . import worker_table
 
 
 class View:
-    """What is shown of a job, as of the last look.
+    """What is shown about a job, as of the last look.
 
     Args:
-        job: which is asked.
+        job: the job to ask.
         sort: the key by which ranks are sorted.
 
     Attributes:
-        chosen: the rank that keys are about; None: all.
+        chosen: the rank that keys apply to; None: all.
     """
 
     def __init__(self, job: client.RunningJob, sort: str) -> None:
@@ -31,7 +31,7 @@ class View:
         self._problem = ""
 
     def look_again(self) -> bool:
-        """Ask the job; if it does not answer, what it said last stays, with the reason. Returns whether it still runs."""
+        """Ask the job. If it does not answer, keep its last answer, and add the reason. Returns whether it still runs."""
         try:
             self.look()
         except ControlError as error:
@@ -52,7 +52,7 @@ class View:
         self._last = now
 
     def choose(self, by: int) -> None:
-        """Go so many rows down (up: negative); at first, to the first or the last one."""
+        """Move the choice down by that many rows (up if negative). If no rank is chosen, choose the first or the last."""
         ranks = [row.rank for row in self._ordered()]
         if not ranks:
             self.chosen = None
@@ -62,11 +62,11 @@ class View:
             self.chosen = ranks[(ranks.index(self.chosen) + by) % len(ranks)]
 
     def lines(self, width: int, room: int | None = None) -> list[str]:
-        """The table: a title, a head, and a line per rank.
+        """The table: a title, a header, and a line per rank.
 
         Args:
-            width: columns.
-            room: at most so many lines, with the chosen rank among them; None: all.
+            width: the width in columns.
+            room: the most lines to return, with the chosen rank among them; None: all.
         """
         head, *table = worker_table.lines(self._ordered(), width)
         first, last = self._window(room)
@@ -76,7 +76,7 @@ class View:
         return [title, head, *table[first:last], *self._rest(first, last, width)]
 
     def marks(self, room: int | None = None) -> tuple[set[int], int | None]:
-        """Which of :meth:`lines` are about odd ranks, and which one about the chosen rank."""
+        """Which of :meth:`lines` show odd ranks, and which one shows the chosen rank."""
         first, last = self._window(room)
         rows = list(enumerate(self._ordered()[first:last], 2))
         chosen = next((place for place, row in rows if row.rank == self.chosen), None)
@@ -86,7 +86,7 @@ class View:
         return list(worker_table.ordered(self._rows, self.sort))
 
     def _window(self, room: int | None) -> tuple[int, int]:
-        """Which rows are shown: two lines are above them, and one below if some are left out."""
+        """Which rows are shown. There are two lines above them, and one below if some rows are left out."""
         count = len(self._rows)
         if room is None or count + 2 <= room:
             return 0, count

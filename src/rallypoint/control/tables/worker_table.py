@@ -1,4 +1,4 @@
-"""What the workers of a job use, as a table for people (``rally top``): the odd ones are marked. Pure."""
+"""What a job's workers use, as a table for people (``rally top``). Odd workers are marked. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .quantities import digits, duration
 
 
-# A rank whose share of the CPU differs from the median by more than this is marked, in percent of one core.
+# A rank whose CPU use differs from the median by more than this is marked. In percent of one core.
 ODD_CPU = 40.0
 # The same for memory, as a factor.
 ODD_MEMORY = 1.5
@@ -34,13 +34,13 @@ _HEAD = (
     "",
 )
 _LEFT = {1, len(_HEAD) - 1}
-# What a narrow terminal does without, the least important first. Rank and remark stay.
+# The columns that a narrow terminal drops, the least important first. Rank and remark stay.
 _DROPPED = (
     *("PID", "CHILD", "THR", "HOST", "WRITE/s", "READ/s", "COLL/s", "it/s"),
     *("WAIT%", "GPUMEM", "STEP", "MEM", "GPU%", "CPU%"),
 )
 _GAP = "  "
-# Characters of a job's id that are enough to tell it from others.
+# How many characters of a job's id suffice to recognize it.
 _SHORT_ID = 8
 SORTS = {"rank": "RANK", "cpu": "CPU%", "memory": "MEM", "gpu": "GPU%"}
 
@@ -50,21 +50,21 @@ class Row:
     """A worker between two looks.
 
     Args:
-        rank, host, pid: of the worker.
+        rank, host, pid: the worker's.
         cpu: percent of one core, with its children; None at the first look.
         memory: resident bytes, with its children.
-        gpu: percent of the time in which its busiest GPU works; None if it uses none that is known.
+        gpu: percent of the time in which its busiest GPU is busy; None if it uses no GPU, or this is unknown.
         gpu_memory: bytes on GPUs, with its children.
         threads, children: how many.
         read, written: bytes per second from and to storage; None at the first look.
         collectives: per second, in a session; None otherwise.
-        step: as it reports it; None if it does not.
-        steps: per second, of late; None if it is not known.
+        step: the step it reports; None if it reports none.
+        steps: recent steps per second; None if unknown.
         late: seconds since its last step, if that is unusual; None otherwise.
-        behind: how many collectives others have begun that it has not, in a session.
-        waits: the part of its time in which it waits for others, in percent; None if it is not known.
-        slow: the part of their time in which the others wait for it, if it is slow, in percent; None otherwise.
-        state: of the process, as in /proc.
+        behind: in a session, how many collectives it is behind the rank that has started the most.
+        waits: percent of its time in which it waits for others; None if unknown.
+        slow: if it is slow, percent of the others' time in which they wait for it; None otherwise.
+        state: the process's state, as in /proc.
         remark: what is odd about it; empty if nothing is.
     """
 
@@ -91,9 +91,9 @@ class Row:
 
 
 def rows(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
-    """Rows from the answers to ``usage``, now and at the look before.
+    """Rows from the answers to ``usage``, now and at the previous look.
 
-    Times are only compared with those of the same host.
+    A time is only ever compared with one from the same host.
     """
     last = {(each["rank"], each["pid"]): each for each in before}
     most = max((each["collectives"] or 0 for each in now), default=0)
@@ -107,7 +107,7 @@ def rows(now: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]] =
 
 
 def _median(values: Sequence[float]) -> float:
-    """The upper one of two. (:mod:`statistics` takes longer to import than this command to run.)"""
+    """The median; of two middle values, the upper. (Importing :mod:`statistics` takes longer than this command runs.)"""
     return sorted(values)[len(values) // 2]
 
 
@@ -146,9 +146,9 @@ def _row(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) ->
 
 
 def _behind(now: Mapping[str, Any], before: Mapping[str, Any] | None, most: int) -> int:
-    """How many collectives a rank has begun less than the one with the most.
+    """How many fewer collectives a rank has started than the rank with the most.
 
-    That says something of one that stands still. Ranks are in different groups, and nodes are asked at different times.
+    0 unless its count stands still: ranks are in different groups, and nodes are asked at different times.
     """
     count = now["collectives"]
     stands = before is not None and count == before["collectives"]
@@ -182,7 +182,7 @@ def _marked(
 
 
 def ordered(found: Sequence[Row], by: str) -> list[Row]:
-    """In the order of ``by``, a key of :data:`SORTS`; the largest first, but ranks from 0."""
+    """The rows sorted by ``by``, a key of :data:`SORTS`: largest first, but ranks from 0 up."""
     match by:
         case "cpu":
             return sorted(found, key=lambda row: -(row.cpu or 0.0))
@@ -195,7 +195,7 @@ def ordered(found: Sequence[Row], by: str) -> list[Row]:
 
 
 def title(told: Mapping[str, Any], width: int) -> str:
-    """The line above the table, not longer than ``width``: a long id makes way for the job's state."""
+    """The line above the table, at most ``width`` long. A long id is shortened so that the job's state fits."""
     nodes = "" if told["nodes"] < 2 else f", {told['nodes']} nodes"
     rest = (
         f": {told['state']}, {told['world_size']} ranks{nodes}, generation {told['generation']},"
@@ -208,9 +208,9 @@ def title(told: Mapping[str, Any], width: int) -> str:
 
 
 def lines(found: Sequence[Row], width: int) -> list[str]:
-    """The table: a head, and a line per row, none longer than ``width``.
+    """The table: a header, and a line per row, none longer than ``width``.
 
-    Columns that nobody has are left out, and then as many as there is no room for.
+    Columns that no row has are left out, and then those for which there is no room.
     """
     cells = [_HEAD, *(_cells(each) for each in found)]
     shown = [

@@ -1,8 +1,8 @@
 """``rally web``: a page about the jobs on this host.
 
-It is served on the loopback interface only. The address that is printed holds a token; the browser gets it as a cookie, and
-nothing is answered without it. Requests under another host name are refused, so that no page elsewhere can ask by a name that
-leads here (DNS rebinding).
+It is served on the loopback interface only. The printed address holds a token, which the browser receives as a cookie; without
+it, no request is answered. Requests with another host name are refused, so that no page elsewhere can reach this server
+through a name that resolves to it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ def _parse(words: Sequence[str]) -> tuple[str, int]:
 
 
 class WebServer(ThreadingHTTPServer):
-    """Serves the page and what it asks for.
+    """Serves the page and the data that it requests.
 
     Args:
-        port: 0: any free one.
+        port: the port to listen on; 0: any free one.
     """
 
     daemon_threads = True
@@ -117,7 +117,7 @@ class WebServer(ThreadingHTTPServer):
         self._seen: dict[int, dict[str, Any]] = {}  # the last status of each job
 
     def state(self, wanted: str) -> dict[str, Any]:
-        """What the page shows of a job: of this one, or of the first."""
+        """What the page shows about the wanted job; if that is empty, about the first one."""
         found = [(job, told) for job, told in client.running() if isinstance(told, dict)]
         jobs = [{"id": told["id"], "pid": job.pid} for job, told in found]
         told = next((told for job, told in found if str(job.pid) == wanted), None)
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "") not in self.server.hosts:
             self._answer(403, "text/plain", "expected 127.0.0.1 or localhost as the host name")
         elif parts.path == "/" and self._is_token(query.get("token", "")):
-            # Without the token in the address, which may be copied or kept in a history.
+            # Redirect to an address without the token: addresses get copied and kept in histories.
             job = query.get("job", "")
             self.send_response(303)
             self.send_header("Location", f"/?job={job}" if job.isdigit() else "/")
@@ -194,10 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie(self) -> str:
-        return f"rally{self.server.server_port}"  # cookies are shared by all ports of a host
+        return f"rally{self.server.server_port}"  # all ports of a host share its cookies
 
     def _token_of_cookie(self) -> str:
-        # Not by http.cookies: it drops all of them if another program's, on this host, is none that it can read.
+        # Not with http.cookies, which drops all cookies if it cannot parse one, such as another program's on this host.
         for each in self.headers.get("Cookie", "").split(";"):
             name, _, value = each.strip().partition("=")
             if name == self._cookie:
@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
-        """Say nothing: addresses may hold the token."""
+        """Log nothing: addresses may hold the token."""
 
 
 def _report(status: dict[str, Any] | None) -> str:

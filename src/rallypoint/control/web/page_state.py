@@ -1,4 +1,4 @@
-"""What the page of ``rally web`` shows of a job: from its status and what its workers use. Pure."""
+"""What the page of ``rally web`` shows about a job, from its status and its workers' usage. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from rallypoint.control.tables.worker_table import Row
 
 
-# A worker that uses less than this much of a core (percent) waits.
+# A worker that uses less than this percentage of a core counts as waiting.
 BUSY = 20.0
-# Ranks of one job are in the same step, or in the next one; reports are a moment old.
+# A rank is odd if it is more steps behind than this. Ranks of a job are in the same step or the next, but reports are a bit old.
 MANY_STEPS = 10
 
 
 def cells(status: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A cell of the grid for each rank of all nodes.
+    """A cell of the grid for each rank on all nodes.
 
     Returns:
         What the table of ``rally top`` has, and ``colour``: ``starting``, ``busy``, ``waiting``, ``odd``, ``stopped``,
@@ -45,7 +45,7 @@ def cells(status: Mapping[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]
 
 
 def _behind(row: Row, steps: Sequence[int]) -> Row:
-    """The same, with a remark if the others are some steps ahead."""
+    """The same row, with a remark if the others are many steps ahead."""
     if row.step is None or row.remark:
         return row
     usual = sorted(steps)[len(steps) // 2]
@@ -58,7 +58,7 @@ def colour(row: Row, state: str) -> str:
 
     Args:
         row: what it uses.
-        state: what its supervisor says of it.
+        state: its state as its supervisor reports it.
     """
     if state in {"hung", "ended", "starting"}:
         return state
