@@ -24,21 +24,22 @@ from .log_lines import Choice
 HELP = """\
 usage: rally logs [JOB | FOLDER] [--rank R[,R…]] [-f] [--tail N] [--since T] [--grep RE] [--generation G]
 
-Show what the workers of a job have written, each line with its rank.
+Show the output of a job's workers, each line with its rank.
 
-  JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
-  FOLDER          of a job that has ended, or with -f of one that runs: what was given as --log-dir, or a run's folder
+  JOB             its id, or the start of it, or the supervisor's pid (see rally ps); not needed if only one job runs
+  FOLDER          for a job that has ended or, with -f, for a running one: the folder given as --log-dir, or a run's folder
                   in it
   --rank R        only these ranks
-  -f, --follow    go on until the job ends
+  -f, --follow    keep printing new lines until the job ends
   --tail N        only the last N lines of each stream of each worker (with -f: 10)
-  --since T       only what is not older: 90s, 10m, 2h, 1d
-  --grep RE       only lines in which this regular expression is found
-  --generation G  of this generation; without it, of the newest
+  --since T       only lines that are no older than this: 90s, 10m, 2h, 1d
+  --grep RE       only lines that match this regular expression
+  --generation G  the output of this generation; by default, the newest
 
-Output is in files if the job was started with --redirects or --tee (with --log-dir, they are kept). With --log-format json
-as well, each line has its time: lines of a host are then in the order in which they were written. Otherwise one stream
-follows the other. Of other nodes, the last 512 KiB are shown (with more than 128 nodes less), and with -f what follows."""
+Output is in files if the job was started with --redirects or --tee (add --log-dir to keep them). With --log-format json
+as well, each line has its time, so the lines of a host are shown in the order in which they were written. Otherwise the
+streams are shown one after another. From other nodes, only the last 512 KiB are shown (less with more than 128 nodes) and,
+with -f, all that follows."""
 
 _WITH_VALUE = ("--rank", "--tail", "--since", "--grep", "--generation")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -168,7 +169,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError("--grep", text, f"no regular expression: {error}") from None
+        raise ConfigError("--grep", text, f"not a regular expression: {error}") from None
 
 
 # -- finding the output ---------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def _run_folder(folder: Path) -> Path:
         return folder
     runs = [each for each in folder.iterdir() if each.is_dir() and log_folder.generations(each)]
     if not runs:
-        raise ControlError(f"{folder} is no folder of a run, and has none in it")
+        raise ControlError(f"{folder} is not the folder of a run, and contains none")
     newest = max(runs, key=lambda each: each.stat().st_mtime)
     if len(runs) > 1:
         _remark(f"the newest of {len(runs)} runs: {newest}")

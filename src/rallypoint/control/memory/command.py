@@ -14,25 +14,25 @@ from . import memory_table
 HELP = """\
 usage: rally memory [JOB] [--rank R[,R…]] [--top N] [--here] [--json]
 
-Show the memory of a job's workers and of their children (DataLoader workers), on all its nodes, from the kernel's records.
-Workers do not help with it, except for the memory of CUDA devices.
+Show the memory of a job's workers and of their children (DataLoader workers) on all its nodes, as the kernel records it.
+The workers take no part in this, except for the memory of CUDA devices.
 
-  RSS       resident: pages that processes share count for each of them
-  PSS       the same, but a page that n processes share counts 1/n: the sum over all processes is what they use together
-  PRIVATE   of RSS: what would be free again if the process ended
-  SHARED    of RSS: libraries, pages from before a fork, shared memory
+  RSS       resident memory; a shared page counts in full for each process that has it
+  PSS       the same, but a page shared by n processes counts 1/n: the sum over all processes is what they use together
+  PRIVATE   the part of RSS that would be freed if the process ended
+  SHARED    the other part: libraries, pages from before a fork, shared memory
   SWAP      swapped out
 
 Below the table: the largest mappings of each rank, shared memory (/dev/shm, memory files) with the ranks that have it, and
 what torch's allocator holds on each device.
 
-  JOB       its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
+  JOB       its id, or the start of it, or the supervisor's pid (see rally ps); not needed if only one job runs
   --rank R  only these ranks
-  --top N   mappings of each rank (default 5, at most 12)
+  --top N   show this many mappings of each rank (default 5, at most 12)
   --here    only the workers on this host
   --json    one JSON object per process; keys in docs/operations.md
 
-The kernel walks all pages of a process for this: a process with 100 GB may wait for some tenths of a second."""
+The kernel walks all pages of a process for this, which may stop a process with 100 GB for a few tenths of a second."""
 
 # How long the kernel may take to walk the pages of large processes.
 PATIENCE = 30.0

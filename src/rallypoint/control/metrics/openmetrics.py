@@ -132,12 +132,12 @@ def text(
     told = {"target": str(status["target"]), "host": str(status["host"]), "version": version}
     out.family("rally_job", "info", "The job, and this node of it.", [(told, 1)])
     state = [({"state": str(status["state"])}, 1.0)]
-    out.family("rally_job_state", "gauge", "1 for the state that the job is in.", state)
+    out.family("rally_job_state", "gauge", "1 for the job's present state.", state)
     seconds = float(status["seconds"])
     out.family(
         "rally_job_age_seconds",
         "gauge",
-        "Since the supervisor was started.",
+        "Time since the supervisor started.",
         [(none, seconds)],
         "seconds",
     )
@@ -145,18 +145,18 @@ def text(
         ("rally_nodes", "Nodes in the round.", status["nodes"]),
         ("rally_world_size", "Workers in the round.", status["world_size"]),
         ("rally_generation", "0 at first, plus one after each restart.", status["generation"]),
-        ("rally_max_restarts", "Restarts that are allowed.", status["max_restarts"]),
+        ("rally_max_restarts", "Restarts allowed.", status["max_restarts"]),
     ):
         out.family(name, "gauge", help_text, [] if value is None else [(none, value)])
     for name, help_text, value in (
         ("rally_restarts", "Restarts of all workers.", status["restarts"]),
         ("rally_replaced_workers", "Workers replaced in sessions.", status["replaced"]),
-        ("rally_store_operations", "Asked of the job's store.", counts.store_operations),
-        ("rally_hangs", "How often the job was told to hang, by node 0.", counts.hangs),
+        ("rally_store_operations", "Operations on the job's store.", counts.store_operations),
+        ("rally_hangs", "Hangs that node 0 has reported.", counts.hangs),
     ):
         out.family(name, "counter", help_text, [(none, value)])
     failures = [({"kind": kind}, count) for kind, count in counts.failures.items()]
-    help_text = "Workers of this node that have failed by themselves."
+    help_text = "Workers of this node that failed on their own."
     out.family("rally_worker_failures", "counter", help_text, failures)
     states = dict.fromkeys(("starting", "running", "hung", "ended"), 0)
     for each in status["workers"]:
@@ -177,17 +177,22 @@ def _add_usage(out: _Text, workers: list[Mapping[str, Any]], counts: Counts) -> 
     out.family(name, "counter", "CPU time, with children.", cpu, "seconds")
     for key, name, unit, help_text in (
         ("memory", "rally_worker_memory_bytes", "bytes", "Resident memory, with children."),
-        ("gpu_memory", "rally_worker_gpu_memory_bytes", "bytes", "On GPUs, with children."),
+        ("gpu_memory", "rally_worker_gpu_memory_bytes", "bytes", "Memory on GPUs, with children."),
         ("threads", "rally_worker_threads", "", "Threads, with those of children."),
         ("children", "rally_worker_children", "", "Child processes."),
-        ("collectives", "rally_worker_collectives", "", "Begun since the last recovery."),
+        (
+            "collectives",
+            "rally_worker_collectives",
+            "",
+            "Collectives started since the last recovery.",
+        ),
     ):
         samples = [({"rank": each["rank"]}, each[key]) for each in workers if each[key] is not None]
         out.family(name, "gauge", help_text, samples, unit)
     busy = [
         ({"rank": each["rank"]}, each["gpu"] / 100) for each in workers if each["gpu"] is not None
     ]
-    help_text = "The part of the time in which its busiest GPU ran a kernel, of any process."
+    help_text = "Share of the time in which its busiest GPU ran a kernel of any process."
     out.family("rally_worker_gpu_busy_ratio", "gauge", help_text, busy)
 
 
@@ -201,14 +206,24 @@ def _add_calls(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
         ("made", "rally_rpc_made_calls", "", "Calls and messages to other workers."),
         ("served", "rally_rpc_served_calls", "", "Answered calls of other workers."),
         ("failed", "rally_rpc_failed_calls", "", "Answered calls that raised."),
-        ("bytes_sent", "rally_rpc_sent_bytes", "bytes", "Over connections, without shared memory."),
-        ("bytes_received", "rally_rpc_received_bytes", "bytes", "The same."),
+        (
+            "bytes_sent",
+            "rally_rpc_sent_bytes",
+            "bytes",
+            "Bytes sent over connections, without shared memory.",
+        ),
+        (
+            "bytes_received",
+            "rally_rpc_received_bytes",
+            "bytes",
+            "Bytes received over connections, without shared memory.",
+        ),
     ):
         out.family(name, "counter", help_text, values(key), unit)
     for key, name, help_text in (
-        ("in_progress", "rally_rpc_calls_in_progress", "Made, and not answered yet."),
-        ("being_served", "rally_rpc_calls_being_served", "Of other workers."),
-        ("queue", "rally_rpc_queue_length", "Calls of other workers that wait for a thread."),
+        ("in_progress", "rally_rpc_calls_in_progress", "Calls made and not answered yet."),
+        ("being_served", "rally_rpc_calls_being_served", "Calls of other workers."),
+        ("queue", "rally_rpc_queue_length", "Calls of other workers waiting for a thread."),
     ):
         out.family(name, "gauge", help_text, values(key))
     buckets: list[tuple[Labels, float]] = []
@@ -218,15 +233,15 @@ def _add_calls(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
             total += count
             buckets.append(({"rank": rank, "le": _number(float(bound))}, total))
     name = "rally_rpc_serving_seconds"
-    out.family(name, "histogram", "From arrival to answer.", buckets, "seconds")
+    out.family(name, "histogram", "Time from a call's arrival to its answer.", buckets, "seconds")
 
 
 def _add_slowness(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
     found = [(each["rank"], each["slowness"]) for each in workers if each["slowness"] is not None]
     for key, name, help_text in (
-        ("late", "rally_worker_late_ratio", "The part of a step that the others wait for it."),
-        ("waits", "rally_worker_wait_ratio", "The part of a step that it waits for others."),
-        ("slow", "rally_worker_slow", "1 if it has made the others wait for long."),
+        ("late", "rally_worker_late_ratio", "Share of a step that the others wait for it."),
+        ("waits", "rally_worker_wait_ratio", "Share of a step that it waits for others."),
+        ("slow", "rally_worker_slow", "1 if it has kept the others waiting for long."),
     ):
         values = [({"rank": rank}, float(each[key])) for rank, each in found]
         out.family(name, "gauge", help_text, values)
@@ -235,18 +250,20 @@ def _add_slowness(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
 def _add_progress(out: _Text, workers: Iterable[Mapping[str, Any]]) -> None:
     found = [(each["rank"], each["progress"]) for each in workers if each["progress"] is not None]
     for key, name, unit, help_text in (
-        ("step", "rally_worker_step", "", "As the script counts them."),
-        ("total", "rally_worker_total_steps", "", "As the script knows."),
-        ("seconds_ago", "rally_worker_step_age_seconds", "seconds", "Since the last step."),
+        ("step", "rally_worker_step", "", "Step, as counted by the script."),
+        ("total", "rally_worker_total_steps", "", "Total steps, as given by the script."),
+        ("seconds_ago", "rally_worker_step_age_seconds", "seconds", "Time since the last step."),
     ):
         values = [({"rank": rank}, each[key]) for rank, each in found if each[key] is not None]
         out.family(name, "gauge", help_text, values, unit)
     durations = [({"rank": rank}, 1 / each["rate"]) for rank, each in found if each["rate"]]
     name = "rally_worker_step_duration_seconds"
-    out.family(name, "gauge", "Of late, on average.", durations, "seconds")
+    out.family(name, "gauge", "Average duration of recent steps.", durations, "seconds")
     metrics = [
         ({"rank": rank, "name": name}, float(value))
         for rank, each in found
         for name, value in each["metrics"].items()
     ]
-    out.family("rally_worker_metric", "gauge", "What the script reports with its step.", metrics)
+    out.family(
+        "rally_worker_metric", "gauge", "Metrics that the script reports with its steps.", metrics
+    )

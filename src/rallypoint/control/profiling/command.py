@@ -22,13 +22,13 @@ from .trace_merging import Trace
 HELP = """\
 usage: rally profile [JOB] [--seconds S] [--rank R[,R…]] [--output FILE] [--sampling [--native]] [--here]
 
-Record what the workers of a running job do, and write it as one trace: a process for each rank. The script does nothing for it.
+Record what the workers of a running job do, and write it as one trace, with a process for each rank. The script needs no changes.
 
-  JOB            its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
+  JOB            its id, or the start of it, or the supervisor's pid (see rally ps); not needed if only one job runs
   --seconds S    how long (default 10, at most 60)
   --rank R       only these ranks; needed if there are more than 16
   --output FILE  default JOB.trace.json (JOB.speedscope.json with --sampling); compressed if it ends with .gz
-  --sampling     by py-spy from outside, 100 samples per second: for workers without a process group, and stacks of Python code
+  --sampling     use py-spy, 100 samples per second: for workers without a process group, and for stacks of Python code
   --native       with --sampling: C frames as well
   --here         only the workers on this host
 
@@ -79,7 +79,7 @@ def command(words: Sequence[str]) -> str:
         remarks = [f"node {node} did not answer" for node in answer["silent"]]
         traces, failed = _traces(answer["processes"])
         remarks += [
-            f"rank {each['rank']}: for a part of that time: the script has started torch's profiler"
+            f"rank {each['rank']}: only part of that time was recorded: the script started torch's profiler"
             for each in answer["processes"]
             if not each["whole"]
         ]

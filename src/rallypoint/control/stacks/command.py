@@ -16,19 +16,19 @@ HELP = """\
 usage: rally stacks [JOB] [--rank R[,R…]] [--threads] [--native | --signal] [--here] [--json]
 
 Show what the workers of a job are doing, on all its nodes: the Python stack of each, and of its DataLoader workers.
-Workers do not help with it, so it works for one that hangs. Ranks with the same stack are one group; the odd ones
-out come first: they are what the others wait for. Frames are as in a traceback: the most recent call last.
+The workers take no part in this, so it also works if they hang. Ranks with the same stack form a group; the odd ones
+out come first, since the others are waiting for them. Frames are in the order of a traceback: most recent call last.
 
-  JOB          its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
+  JOB          its id, or the start of it, or the supervisor's pid (see rally ps); not needed if only one job runs
   --rank R     only these ranks
-  --threads    all threads; without it, main threads
+  --threads    all threads; by default, only main threads
   --native     C frames as well; needs py-spy (pip install py-spy)
-  --signal     ask by a signal even if py-spy is installed
+  --signal     use a signal even if py-spy is installed
   --here       only the workers on this host
   --json       one JSON object per process
 
-py-spy is used if it is installed and may look (pip install py-spy). Without it, workers are asked by a signal that
-Python code does not see; a process that is stopped or stuck in the kernel is then shown with that instead of a stack."""
+py-spy is used if it is installed and permitted (pip install py-spy). Without it, workers get a signal that Python code
+does not see. A process that is stopped or stuck in the kernel is then listed as such, without a stack."""
 
 
 def command(words: Sequence[str]) -> str:

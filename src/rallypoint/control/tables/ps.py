@@ -18,12 +18,12 @@ HELP = """\
 usage: rally ps [JOB] [--json] [flags of rally run]
 
 List the jobs of this user on this host: one row per supervisor (`rally run`, or a program that launches functions).
-With JOB (its id, the beginning of it, or the supervisor's pid), list that one on all its nodes.
+With JOB (its id, or the start of it, or the supervisor's pid), list that job on all its nodes.
 
-From any other host that reaches the place where its nodes meet, give the flags that say where that is, and JOB if it has a
-name: rally ps --rdzv-endpoint node0:29400 (or --master-addr node0, --secret-file …, as for rally run).
+To ask from another host, give the flags that say where the job's nodes meet, and JOB if the job has a name:
+rally ps --rdzv-endpoint node0:29400 (or --master-addr node0, --secret-file …, as for rally run).
 
-  JOB       the job's id (--rdzv-id, or the name that was made)
+  JOB       the job's id (--rdzv-id, or a generated one)
   PID       of the supervisor
   HOST      of the supervisor, if the job has several nodes
   NODE      the node's rank, and how many nodes the job has now

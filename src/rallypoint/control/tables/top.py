@@ -24,18 +24,18 @@ Show what each worker of a job uses, with its children, on all nodes of the job,
   MEM       resident memory      READ/s, WRITE/s  from and to storage
   GPU%      how busy its busiest GPU is, with all that run on it               GPUMEM  its memory on GPUs (extra gpu)
   STEP      as the script reports it (rallypoint.progress); it/s: steps per second
-  COLL/s    collectives per second                       WAIT%   of its time in which it waits for others
+  COLL/s    collectives per second                       WAIT%   the share of its time that it waits for others
 
-Columns that nobody has are left out, and on a narrow terminal the less important ones. The last one says what is odd about a
+Empty columns are left out and, on a narrow terminal, the less important ones. The last column says what is odd about a
 rank: stopped, stuck in the kernel, behind, busier or idler than the others, more memory.
 
-  JOB             its id, the beginning of it, or the supervisor's pid (rally ps); not needed if there is one job
-  --interval S    seconds between two looks (default 2)
+  JOB             its id, or the start of it, or the supervisor's pid (see rally ps); not needed if only one job runs
+  --interval S    seconds between updates (default 2)
   --sort KEY      rank, cpu, memory or gpu
-  --once          one table, and end
+  --once          print one table and exit
 
 Keys: q quits; r c m g sort by rank, CPU, memory, GPU; the arrows choose a rank; s shows its stack, l the end of its output
-(without a choice: of all ranks). If the output is no terminal, tables follow each other until the job ends."""
+(if no rank is chosen: of all ranks). If the output is not a terminal, tables are printed one after another until the job ends."""
 
 
 def command(words: Sequence[str]) -> int:

@@ -30,11 +30,11 @@ from . import page_state
 HELP = """\
 usage: rally web [JOB] [--port PORT]
 
-Serve a page about the jobs of this user on this host: generations, ranks coloured by what they do, stacks, the report of a
-failure. Open the address that is printed; it holds a token, without which nothing is shown. On another machine, forward the
+Serve a page about this user's jobs on this host: generations, ranks coloured by what they do, stacks, failure reports.
+Open the address that is printed: it contains a token, without which nothing is shown. From another machine, forward the
 port: ssh -L 8080:localhost:8080 HOST
 
-  JOB          its id, the beginning of it, or the supervisor's pid (rally ps); the page lists the others
+  JOB          its id, or the start of it, or the supervisor's pid (see rally ps); the page lists the others
   --port PORT  default: any free one
 
 Ctrl-C ends it."""
