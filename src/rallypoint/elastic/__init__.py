@@ -1,6 +1,6 @@
-"""In-place recovery: when a process is lost, the others keep theirs, and training goes on at the step that was under way.
+"""In-place recovery: when a worker is lost, the others keep running, and training resumes at the step that was under way.
 
-Import it before ``torch.distributed.init_process_group``: groups that are made afterwards can be kept.
+Import it before calling ``torch.distributed.init_process_group``: groups created after the import can be kept.
 """
 
 from rallypoint.errors import ElasticError, MembershipChanged

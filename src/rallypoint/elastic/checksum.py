@@ -1,16 +1,16 @@
-"""A number that tells whether memory is the same: on two ranks, or before and after."""
+"""A number that tells whether memory is the same: on two ranks, or at two times."""
 
 from __future__ import annotations
 
 import torch
 
 
-# Words in a block: a page's.
+# Words in a block: one page.
 _BLOCK = 512
 
 
 def checksum(words: torch.Tensor) -> int:
-    """Of memory, at the speed of reading it. Depends on the order of pages, and on what each one holds.
+    """The checksum of memory, at the speed of reading it. Depends on the pages' order and on the contents of each.
 
     Args:
         words: ``[n]``, int64, on any device.

@@ -1,4 +1,4 @@
-"""What a session says of a script that goes well until a process is lost: each once, in time."""
+"""Warnings about a script that works until a process is lost. Each is given once, before that happens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _log = logging.getLogger(__name__)
 
 
 class Hints:
-    """Of one session."""
+    """The hints of one session."""
 
     def __init__(self) -> None:
         self._has_asked = True  # for the position, since the last step
         self._said: set[str] = set()
 
     def ask_position(self) -> None:
-        """The script asks for the position, between two steps."""
+        """The script asks for the position between two steps."""
         self._has_asked = True
 
     def begin_step(self) -> None:
-        """A step begins that is in no loop over batches. A loop around it has to ask where it is."""
+        """A step begins outside any loop over batches. A loop around it must ask for the position."""
         if not self._has_asked:
             self._say(
                 "%s begins a step, but the script has not asked for session.position since the step before. A count of its own (`for step in"
@@ -50,10 +50,10 @@ class Hints:
 
 
 def say(text: str, *args: object) -> None:
-    """Warn the user of what all ranks find alike: rank 0 does.
+    """Warn the user of something that all ranks find: only rank 0 warns.
 
     Args:
-        text: as of :meth:`logging.Logger.log`.
+        text: as for :meth:`logging.Logger.log`.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     _log.log(logging.WARNING if is_first else logging.DEBUG, "elastic.session: " + text, *args)

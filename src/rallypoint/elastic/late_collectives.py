@@ -1,4 +1,4 @@
-"""Steps that communicate behind a change of parameters: found before a loss shows them.
+"""Finds steps that communicate after a change of parameters, before a loss makes them a problem.
 
 Such a step can only be repeated from a copy: once all ranks have changed their parameters, nobody has those that it began with.
 """
@@ -12,19 +12,19 @@ from types import FrameType
 from typing import NamedTuple
 
 
-# A script does the same in later ones. Looking for changes of parameters costs a little before each collective; whether an
-# optimizer has stepped is known, and is looked at in all steps.
+# Only this many steps: a script does the same in later ones, and looking for changes of parameters costs a little before each
+# collective. Whether an optimizer has stepped is known anyway, and is checked in all steps.
 STEPS = 3
 # Frames of these packages are not the script's.
 _OTHERS = {"torch", "rallypoint", *sys.stdlib_module_names} - {"__main__"}
 
 
 class Late(NamedTuple):
-    """One that was found.
+    """A collective after a change of parameters.
 
     Args:
         what: in words: file, line, operation.
-        is_first: no other one came before it in its step, so each rank has changed its parameters by itself.
+        is_first: it is the first collective of its step, so each rank has changed its parameters on its own.
     """
 
     what: str
@@ -32,13 +32,13 @@ class Late(NamedTuple):
 
 
 class LateCollectives:
-    """Watches the steps of a process until it finds one.
+    """Watches the steps of a process until it finds such a collective.
 
     Args:
         matters: a loss leads back to the beginning of a step, not to a snapshot.
 
     Attributes:
-        is_watching: none was found so far.
+        is_watching: none has been found so far.
     """
 
     def __init__(self, *, matters: bool) -> None:
@@ -48,7 +48,7 @@ class LateCollectives:
 
     @property
     def compares(self) -> bool:
-        """Whether changes by other means than an optimizer are looked for."""
+        """Whether to look for changes made by other means than an optimizer."""
         return self._left > 0
 
     def begin_step(self) -> None:
@@ -76,7 +76,7 @@ class LateCollectives:
 
 
 def place_in_script(frame: FrameType | None) -> str:
-    """File and line of the innermost frame that is neither torch's, nor this package's, nor Python's; empty if there is none."""
+    """File and line of the innermost frame that is not torch's, this package's, or the standard library's; empty if none is."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in _OTHERS:

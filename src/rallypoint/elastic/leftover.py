@@ -1,10 +1,10 @@
-"""Gradients that a step left although their optimizer had not stepped: whether a later step uses them.
+"""Gradients that a step leaves behind because their optimizer has not stepped: whether a later step uses them.
 
-An optimizer's step may be left out: by a ``GradScaler`` that finds gradients which are not finite, or by a script that sees such a
-loss. Then the next step begins with ``zero_grad``, and nothing is lost with a process. If it adds to them instead, or an optimizer
-applies them, they are part of an accumulation over several steps.
+An optimizer's step may be skipped: by a ``GradScaler`` that finds non-finite gradients, or by a script that sees a non-finite
+loss. Then the next step begins with ``zero_grad``, and nothing is lost with a process. If the next step adds to the gradients
+instead, or an optimizer applies them, they are part of an accumulation over several steps.
 
-The difference shows when the next gradient arrives: ``zero_grad`` comes right before, at the latest.
+The difference shows when the next gradient arrives: ``zero_grad`` is called before that, if at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .state.objects import Objects
 
 
 class Leftover:
-    """What the last steps have left.
+    """The gradients that the last steps have left.
 
     Args:
         objects: the session's.
@@ -33,7 +33,7 @@ class Leftover:
         self._objects = objects
         self._left: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the parameter's id
         self._hooks: list[Any] = []
-        self._stepped: set[int] = set()  # ids of optimizers, in the step under way
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped in this step
         self.is_used = False
 
     @property
@@ -42,7 +42,7 @@ class Leftover:
         return bool(self._stepped)
 
     def begin_step(self) -> None:
-        """A step begins with effect: watch what it does with them."""
+        """A step begins that is not rehearsed: watch what it does with the leftover gradients."""
         self._stepped.clear()
         self._left = {key: pair for key, pair in self._left.items() if _is_there(*pair)}
         for parameter, _ in self._left.values():
@@ -53,18 +53,18 @@ class Leftover:
                 self._hooks.append((node, hook))
 
     def note_reduction(self) -> None:
-        """Gradients are about to be added up over ranks; those of FSDP2's shards arrive right behind it."""
+        """Gradients are about to be summed over ranks; the gradients of FSDP2's shards arrive right after that."""
         if self._left:
             self._meet(self._objects.fsdp_parameters())
 
     def note_applied(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped. What has not arrived in this step, it has taken from an earlier one."""
+        """An optimizer has stepped. A gradient that did not arrive in this step is left over from an earlier one."""
         self._stepped.add(id(optimizer))
         if self._left:
             self._meet(_parameters_of([optimizer]))
 
     def end_step(self) -> None:
-        """It has ended, in whichever way."""
+        """The step has ended, whether or not it is complete."""
         for _, hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -87,7 +87,7 @@ class Leftover:
         self._left.update(left)
 
     def _meet(self, parameters: Iterable[torch.Tensor]) -> None:
-        """New gradients arrive there: has anybody thrown away the old ones?"""
+        """New gradients arrive for these parameters: note whether the old ones are still there."""
         for each in parameters:
             pair = self._left.pop(id(each), None)
             if pair is not None and _is_there(*pair):

@@ -1,7 +1,7 @@
-"""Steps that are complete, run again without any effect.
+"""Complete steps, run again without any effect.
 
-A ``with`` block cannot be left out, and a loop's body has only one beginning. So a rank that must continue in the middle of a
-body runs the steps before that place once more: nobody takes part in their collectives, and what they change is put back.
+A ``with`` block cannot be skipped, and a loop's body can only be entered at its top. So a rank that must continue partway through
+a body runs the earlier steps once more: nobody takes part in their collectives, and what they change is put back.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .state.objects import Objects
 
 
 class Rehearsal:
-    """What a rank has, kept while it rehearses.
+    """Saves what a rank has while it rehearses.
 
     Args:
-        objects: the session's. Their state is copied, so they take twice their memory until the end.
+        objects: the session's. Their state is copied, so it takes twice the memory until the end.
         groups: the session's.
-        random: the generators behind the last of these steps; None: as they are then.
+        random: the generators after the last of these steps; None: as the rehearsal leaves them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sessions: training that goes on in the same processes when one of them is lost."""
+"""Sessions: training that continues in the same processes when one of them is lost."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ P = ParamSpec("P")
 
 
 class Session:
-    """Training that survives the loss of processes; :func:`session` makes one.
+    """Training that survives the loss of processes. Created by :func:`session`.
 
     Used as a context manager. All ranks enter it with the same objects, after the same set-up.
 
     Args:
-        objects: what it was given.
+        objects: what the session was given.
         kept: this worker; None where nothing can be kept.
         checkpoints: None if there are none.
-        snapshot_every: steps from one snapshot of sharded state to the next, or None.
+        snapshot_every: steps between two snapshots of sharded state, or None.
         copies: how many nodes keep what only one rank has.
 
     Raises:
         ValueError: ``snapshot_every`` or ``copies`` is below 1.
-        ElasticError: there are checkpoints, and a ``ZeroRedundancyOptimizer``.
+        ElasticError: there are both checkpoints and a ``ZeroRedundancyOptimizer``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Session:
         self._checkpoints = checkpoints
         self._every = snapshot_every
         self._course = Course()
-        # Workers of loaders do not get the signal that ends the job before this process has written a last checkpoint.
+        # The signal to stop the job must not kill a loader's workers: the steps up to the last checkpoint still need them.
         takes_last = kept is not None and checkpoints is not None
         around_start = termination.kept_from_children if takes_last else nullcontext
         self._iterators = LoaderIterators(self._course, around_start)
@@ -106,24 +106,24 @@ class Session:
         self._keeping: Keeping = Replicated(objects, self._course, None, lambda: None)
         self._meeting: Meeting | None = None
         self._rehearsal: Rehearsal | None = None
-        self._results: dict[str, Any] = {}  # of the functions that were run
-        self._swaps: dict[str, bool] = {}  # whether they change parameters, of those that have run
-        self._function = ""  # that is run
-        self._loops_outside = False  # a loop over batches was in no epoch
+        self._results: dict[str, Any] = {}  # of the functions that have run, by name
+        self._swaps: dict[str, bool] = {}  # by name: whether a function changes parameters
+        self._function = ""  # the one that is being run
+        self._loops_outside = False  # there was a loop over batches outside any epoch
         self._in_epochs = self._in_step = self._is_task = self._rehearses = False
-        self._fetches = False  # a batch, or begins to
-        self._has_stopped = False  # the last checkpoint is taken, as the job is told to stop
+        self._fetches = False  # a batch is being fetched, or an iterator started
+        self._has_stopped = False  # the job was told to stop, and the last checkpoint is taken
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
-        self._loader: Any = None  # whose batches are under way
-        self._random_behind: RandomState | None = None  # the last step outside of a batch's body
-        self._behind_break: RandomState | None = None  # of a loop, where this process begins
+        self._loader: Any = None  # the one being iterated
+        self._random_behind: RandomState | None = None  # after the last step outside a batch's body
+        self._behind_break: RandomState | None = None  # after the break where this process starts
         self._hooks: list[Any] = []
         self._on_resize: list[Callable[[int, int], object]] = []
-        self._resizes = False  # in the same processes
-        self._replica = 0  # how many ranks have the whole state together, if that is of importance
+        self._resizes = False  # the number of ranks may change in the same processes
+        self._replica = 0  # how many ranks together hold the whole state, if that matters
         self._renews = (
-            False  # the loop over batches has another number of ranks from the next batch on
+            False  # from the next batch on, another number of ranks shares the loop's samples
         )
         self._has_begun = False
         self._local = LocalValues()
@@ -132,7 +132,7 @@ class Session:
 
     @property
     def position(self) -> int:
-        """How many steps are complete: the number of the step under way. The same on all ranks."""
+        """How many steps are complete, which is the number of the step under way. The same on all ranks."""
         if not self._in_step:
             self._hints.ask_position()
         return self._course.steps
@@ -144,12 +144,12 @@ class Session:
 
     @property
     def local(self) -> LocalValues:
-        """Small values of this rank alone: a dict of numbers, texts, and lists and dicts of these, 16 KiB at most.
+        """Small values of this rank alone: a dict of numbers, strings, and lists and dicts of these, 16 KiB at most.
 
-        They are kept in each step, as the random generators are: a process that takes this rank over has them as they were,
-        and a step that runs again begins with those of then. Checkpoints have them, too; on another number of ranks, all
-        begin with those of the script. Set them before the last collective of a step, such as the one in ``backward``: what a
-        rank does behind it may be lost with it.
+        They are kept in each step, as the random generators are: a process that takes over this rank gets them as they were,
+        and a repeated step starts with the values it had the first time. Checkpoints include them, too; on another number of
+        ranks, every rank starts with the values that the script sets. Set them before the last collective of a step, such as
+        the one in ``backward``: what a rank sets after it may be lost with the rank.
 
         .. code-block:: python
 
@@ -161,7 +161,7 @@ class Session:
         return self._local
 
     def on_resize(self, callback: Callable[[int, int], object], *, in_place: bool = False) -> None:
-        """Have a function called when training continues on another number of ranks.
+        """Register a function to be called when training continues on another number of ranks.
 
         .. code-block:: python
 
@@ -171,14 +171,14 @@ class Session:
                 ...
 
         Args:
-            callback: called on all ranks with the numbers of ranks before and now, once the checkpoint is loaded, or all have met. It may
-                change what the session holds, such as an optimizer, and nothing else: a process that replaces a lost one gets
-                that from the others, and does not call it. The next checkpoint has the change.
+            callback: called on all ranks with the old and the new number of ranks, once the checkpoint is loaded or all have met.
+                It may only change what the session holds, such as an optimizer: a process that replaces a lost one gets that
+                state from the others and does not call the callback. The next checkpoint includes the change.
             in_place: the script asks for its rank and the number of ranks wherever it needs them, so both may change as it runs. Then a
-                session over several nodes (``--nnodes MIN:MAX``) goes on in the same processes when a node is lost and no other takes
-                its place, or when one joins. Sharded state takes whole replicas on each node: HSDP, and tensor-parallel modules with
-                replicated data parallelism, both with the replicas as the first dimension of the mesh. Loops are over loaders with an
-                :class:`.Sampler`. Otherwise all workers are started again.
+                session over several nodes (``--nnodes MIN:MAX``) continues in the same processes when a node is lost without a
+                replacement, or when one joins. Sharded state must have whole replicas on each node: HSDP, or tensor-parallel
+                modules with replicated data parallelism, both with the replicas as the first dimension of the mesh. Loops must be
+                over loaders with a :class:`.Sampler`. Otherwise all workers are restarted.
         Raises:
             ElasticError: the session has begun.
         """
@@ -188,15 +188,15 @@ class Session:
         self._resizes = self._resizes or in_place
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left, from the one under way on.
+        """The remaining epochs, starting with the one under way.
 
         Args:
-            count: of all epochs. A second loop over epochs goes on where the first one ended: ``epochs(3)``, then ``epochs(5)`` for
-                two more.
+            count: of all epochs. A second loop over epochs continues where the first one ended: ``epochs(3)``, then ``epochs(5)``
+                for two more.
         Returns:
-            An iterator over their numbers. A process that replaces a lost one begins with the present epoch.
+            An iterator over their numbers. A process that replaces a lost one starts with the current epoch.
         Raises:
-            ElasticError: there was a loop over batches before, outside of an epoch; or a loop over as many epochs, so none is left.
+            ElasticError: an earlier loop over batches was outside any epoch; or an earlier loop over epochs has left none.
         """
         if 0 < count <= self._counted_epochs:
             raise ElasticError(
@@ -216,23 +216,23 @@ class Session:
             self._course.end_epoch(epoch)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of an epoch; one whose step did not complete is given again.
+        """The batches of an epoch. A batch whose step did not complete is yielded again.
 
-        A process that replaces a lost one begins with the batch under way: it skips the earlier ones by
-        fetching them.
+        A process that replaces a lost one starts with the batch under way: it fetches the earlier ones and
+        discards them.
 
         With sharded state, a loss may take the loop back to an earlier batch.
 
-        An epoch may have several loops, one after another. A process that begins in the middle of it leaves out the bodies of
-        those that are complete, and fetches none of their batches.
+        An epoch may have several loops, one after another. A process that starts partway through it skips the bodies of the
+        loops that are complete, and fetches none of their batches.
 
         Args:
             loader: gives the same batches each time it is iterated with the same random state.
         Returns:
             An iterator over the batches.
         Raises:
-            ElasticError: a second loop without :meth:`epochs`, which a newcomer could not skip; another loop is under way; with
-                sharded state, a loader that can be iterated only once.
+            ElasticError: this is a second loop without :meth:`epochs`, which a newcomer could not skip; another loop is under
+                way; or, with sharded state, the loader can be iterated only once.
         """
         course, keeping = self._course, self._keeping
         self._check_loader(loader)
@@ -281,10 +281,10 @@ class Session:
             keeping.end_batches()
 
     def step(self) -> AbstractContextManager[None]:
-        """One step: what runs in the block runs again if a process is lost in it.
+        """One step: the block runs again if a process is lost while it runs.
 
-        A loss leaves the block early, without an exception. :meth:`batches` then gives the same batch again; in a loop of
-        your own, :attr:`position` stays.
+        A loss exits the block early, without an exception. :meth:`batches` then yields the same batch again; in a loop of
+        your own, :attr:`position` does not advance.
 
         Returns:
             A context manager.
@@ -294,14 +294,14 @@ class Session:
         return _Step(self._begin, self._end)
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Run a function that communicates, such as a validation, as a step of its own.   Collective: returns once all ranks have run it.
+        """Run a function that communicates, such as a validation, as a step.   Collective: returns once all ranks have run it.
 
         Args:
             function: runs again if a process is lost meanwhile. It must have no effects that must not happen twice.
-            args, kwargs: for it.
+            args, kwargs: its arguments.
         Returns:
             Its result. None in a process that replaced a lost one after the function had run; with sharded state, also if
-            a loss takes training back to a step before it. In the rest of a body whose step was left early: its last result.
+            a loss takes training back to a step before it. In the rest of a body whose step was left early: its previous result.
         """
         course = self._course
         key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
@@ -320,8 +320,8 @@ class Session:
                 with self.step():
                     result = function(*args, **kwargs)
                     if self._meeting is not None:
-                        # Nobody goes on before all have their result: a rank that is interrupted in the function could not get
-                        # its own any more.
+                        # No rank continues before all have their result: one that was interrupted in the function could no
+                        # longer get its own.
                         dist.barrier()
             finally:
                 self._is_task = False
@@ -360,7 +360,7 @@ class Session:
         return self
 
     def _enter(self, kept: KeptProcess) -> None:
-        # Whether a lost node takes with it what nobody else has.
+        # Whether a lost node takes state with it that nobody else has.
         rank, sharded = dist.get_rank(), self._objects.keeps_snapshots and self._num_copies < 2
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
@@ -383,11 +383,11 @@ class Session:
                 self._checkpoints.join_at(self._course.steps)
         else:
             memory = Memory()
-            # A loss in here is one before the session.
+            # A loss in this part counts as one before the session.
             kept.groups.connect_gpus()
             self._load()
             meeting = self._prepare(kept, memory)
-            # Before anybody counts on this rank: with sharded state, there is a snapshot to go back to from now on.
+            # Before anybody counts on this rank: with sharded state, there must be a snapshot to go back to.
             self._keeping.begin()
             kept.publish()
             kept.link.enter(kept.generation, rank, memory.fd, **told)
@@ -429,7 +429,7 @@ class Session:
         else:
             kept.link.tell({"kind": "kept failed", "step": self._course.steps})
         for each in kept.groups:
-            # It outlives the session, and would hold the model.
+            # The group outlives the session, and would keep the model alive.
             each.before = each.explain = each.amend = None
             each.awaits = False
         for hook in self._hooks:
@@ -468,7 +468,7 @@ class Session:
         self._heed_resize()
 
     def _heed_resize(self) -> None:
-        """If the last meeting was one of another number of ranks: share the samples among these, and tell the script."""
+        """If the number of ranks changed in the last meeting, divide the samples among the new number and tell the script."""
         meeting, kept = self._meeting, self._kept
         if meeting is None or kept is None or not kept.was_resized:
             return
@@ -485,7 +485,7 @@ class Session:
             callback(before, size)
 
     def _become_fixed(self) -> None:
-        """From now on the session cannot go on with another number of ranks in the same processes."""
+        """From now on the session cannot continue with another number of ranks in the same processes."""
         self._resizes = False
         if self._kept is not None:
             self._kept.link.tell({"kind": "kept fixed"})
@@ -530,7 +530,7 @@ class Session:
         self._in_step = True
 
     def _end(self, error: BaseException | None) -> bool:
-        """Returns whether the error was a loss, which was recovered from."""
+        """Returns whether the error was a loss that has been recovered from."""
         course, meeting = self._course, self._meeting
         self._in_step = False
         if self._rehearses:
@@ -546,7 +546,7 @@ class Session:
             self._objects.note_complete()
             self._late.end_step()
             if self._is_task and meeting is not None and meeting.begun is not None:
-                # Reading all parameters at the beginning of each function would cost too much where one runs in each step.
+                # Reading all parameters at the start of every function would cost too much where each step runs one.
                 changes = meeting.begun.changes
                 changed = changes is not None and changes != self._objects.changes()
                 self._swaps[self._function] = changed
@@ -564,7 +564,7 @@ class Session:
         meeting.recover(error)
         is_fresh = course.in_body and not self._is_task and not course.place.done
         if meeting.has_moved and is_fresh and course.steps == before:
-            # Nobody has trained on this batch: it comes again, shared in another way.
+            # Nobody has trained on this batch: it comes again, divided differently.
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
@@ -573,7 +573,7 @@ class Session:
         return True
 
     def _has_changed(self) -> bool:
-        """Whether the step under way has changed what cannot be changed back: parameters."""
+        """Whether the step under way has changed parameters, which cannot be changed back."""
         begun = None if self._meeting is None else self._meeting.begun
         if begun is None or self._leftover.has_stepped:
             return self._leftover.has_stepped
@@ -583,7 +583,7 @@ class Session:
         return begun.changes is not None and begun.changes != self._objects.changes()
 
     def _is_late(self) -> bool:
-        """Whether a collective that begins now is behind a change."""
+        """Whether a collective that starts now comes after a change of parameters."""
         return self._leftover.has_stepped or (self._late.compares and self._has_changed())
 
     def _check_accumulation(self) -> None:
@@ -625,8 +625,8 @@ class Session:
     def _change(self, error: BaseException | None) -> MembershipChanged | None:
         """What a collective of the script raises: after a loss, or instead of waiting for a rank that will not come.
 
-        All have met where the step was left, but the process in the lost rank's place is on its way to that step: it does not run
-        what is behind it.
+        All have met where the step was left, but the process that takes the lost rank's place is still on its way to that step
+        and does not run what comes after it.
         """
         assert self._meeting is not None
         if error is None and not self._in_step and self._course.is_void:
@@ -641,7 +641,7 @@ class Session:
     # -- rehearsals ---------------------------------------------------------------------------------
 
     def _begin_body_again(self, random: RandomState) -> None:
-        """The batch comes again: what is complete of its body is rehearsed.
+        """The batch comes again: the complete steps of its body are rehearsed.
 
         Args:
             random: the generators at the beginning of the body.
@@ -658,7 +658,7 @@ class Session:
 
     def _prepare_rehearsal(self, random: RandomState | None) -> Rehearsal:
         if self._rehearsal is None:
-            # Outside of `rally run` all ranks rehearse after a checkpoint, and their collectives are real ones.
+            # Outside of `rally run` all ranks rehearse after loading a checkpoint, and their collectives are real.
             groups = () if self._kept is None else self._kept.groups
             self._rehearsal = Rehearsal(self._objects, groups, random)
         return self._rehearsal
@@ -696,7 +696,7 @@ class Session:
             self._objects.buffers.fill(own.buffers)
         else:
             now = RandomState.now()
-            # Nor does a loader's own place hold, which counts the batches of as many ranks as there were.
+            # A loader's own place does not hold either: it counts batches for the former number of ranks.
             place = own.place.with_other_generators(now)
             own = replace(own, random=now, place=place, loader=b"")
             self._iterators.ranks_before = loaded.record.ranks
@@ -710,14 +710,14 @@ class Session:
         return self._checkpoints is not None and self._checkpoints.is_due(self._course.steps)
 
     def _pass_boundary(self) -> None:
-        """Between two steps, with nothing under way."""
+        """The script is between two steps, with nothing under way."""
         self._stop_if_told()
         if self._checkpoints is not None and self._checkpoint_is_due():
             self._checkpoints.take(self._own_now())
         self._random_behind = None
 
     def _stop_if_told(self) -> None:
-        """The job is told to stop, and its supervisor waits for a last checkpoint."""
+        """If the job is told to stop, take the last checkpoint that its supervisor waits for, and stop."""
         kept, checkpoints = self._kept, self._checkpoints
         if kept is None or checkpoints is None or not kept.link.is_stopping or self._has_stopped:
             return
@@ -725,11 +725,11 @@ class Session:
             self._has_stopped = True
             checkpoints.take_last(self._own_now())
             kept.link.termination.forget()
-            # As the supervisor would have ended it: a handler of the script's own runs now.
+            # End as the supervisor would have ended this process: the script's own handler runs now.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _own_now(self) -> OwnState:
-        # With a batch in hand, a loader has drawn since the last function.
+        # With a batch in hand, a loader has drawn random numbers since the last function.
         behind = None if self._course.place.in_body else self._random_behind
         random = self._keeping.random or behind or RandomState.now()
         buffers = self._objects.buffers.as_bytes()
@@ -745,7 +745,7 @@ class Session:
 
     @property
     def _resumes(self) -> bool:
-        """Whether a process may begin in the midst of the script."""
+        """Whether a process may start partway through the training."""
         return self._kept is not None or self._checkpoints is not None
 
     def _check_loader(self, loader: Iterable[Any]) -> None:
@@ -792,7 +792,7 @@ class Session:
     def _begun_iterator(self, loader: Iterable[T]) -> Iterator[T]:
         course = self._course
         if self._resizes and self._kept is not None and not samplers_in(loaders_in(loader)):
-            # What another number of ranks would read of it, nobody knows.
+            # Nobody knows what another number of ranks would read from it.
             self._become_fixed()
         own = course.begin_batches()
         if own is None or own.place.begun is None:
@@ -842,31 +842,31 @@ def session(
                         optimizer.step()
                         optimizer.zero_grad()
 
-    If a worker is lost, the others keep their process. Another process takes the lost rank over, gets model and
-    optimizer from those who have them, and all repeat the step that was under way. Sharded state comes from snapshots:
-    all ranks go back to the last one.
+    If a worker is lost, the others keep running. Another process takes over the lost rank and gets the model and optimizer
+    from ranks that have them, and all ranks repeat the step that was under way. Sharded state comes from snapshots: all ranks
+    go back to the last one.
 
-    Collective: every rank enters it, with the same objects.   Blocks: until all are there.
+    Collective: every rank enters it, with the same objects.   Blocks: until all have entered.
     Args:
         objects: modules, optimizers, schedulers, scalers: whatever changes in training and has ``state_dict`` and
             ``load_state_dict``.
-        checkpoint: where checkpoints are kept: a directory, or a URL that fsspec understands. The newest one that is whole
-            is loaded when the session begins. They are written in the background, in the format of
-            ``torch.distributed.checkpoint``. All nodes need access to it. None: there are none.
-        checkpoint_every: steps from one checkpoint to the next. A last one is written when the session ends well, or
+        checkpoint: where checkpoints are kept: a directory, or a URL that fsspec understands. All nodes need access to it. The
+            newest complete checkpoint is loaded when the session begins. Checkpoints are written in the background, in the
+            format of ``torch.distributed.checkpoint``. None: no checkpoints.
+        checkpoint_every: steps between two checkpoints. A last one is written when the session ends without an error or
             ``rally run`` gets SIGTERM.
-        checkpoint_keep: how many complete ones stay.
-        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``) or ``snapshots``, how many steps
-            a loss may cost: all ranks take snapshots, and a loss leads them back to the last one. None: as often as 2 % of the time
-            allows. Replicated state needs none.
+        checkpoint_keep: how many complete checkpoints are kept.
+        snapshot_every: with sharded state (FSDP2, tensor-parallel modules, ``ZeroRedundancyOptimizer``) or ``snapshots``, how
+            many steps a loss may cost: all ranks take snapshots, and a loss takes them back to the last one. None: as often as
+            fits in 2 % of the time. Replicated state needs no snapshots.
         copies: how many nodes keep what only one rank has (snapshots, random generators, the place in the data, small
-            buffers), its own node among them: so many nodes less one may be lost at once.
-        snapshots: keep each rank's whole state in snapshots, as sharded state is. For ranks whose parameters or optimizers differ, and for steps
-            that communicate after a change of parameters (sharpness-aware optimizers, two optimizers with a backward pass between
-            them) where a copy of the state in each step is too much. ``LBFGS``, communication hooks with a state and averages of
-            models need no such word.
+            buffers), including its own node: up to ``copies - 1`` nodes may be lost at once.
+        snapshots: keep each rank's whole state in snapshots, as sharded state is. For ranks whose parameters or optimizers
+            differ, and for steps that communicate after a change of parameters (sharpness-aware optimizers, two optimizers with a
+            backward pass between them) where copying the state in every step costs too much. ``LBFGS``, communication hooks with
+            state, and model averaging work without it.
     Returns:
-        A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and says so once.
+        A context manager. Outside of ``rally run`` it only counts steps and writes checkpoints, and logs that once.
     Raises:
         TypeError: an object lacks the two methods.
         ValueError: a number is less than 1, or no driver knows the URL's scheme.

@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, and what for.
 
-Nothing else in ``elastic`` names one; ``tests/test_architecture.py`` holds that. ``tests/unit/test_torch_private.py`` asks
-the installed torch for each name and its signature.
+Nothing else in ``elastic`` uses one, and ``tests/test_architecture.py`` enforces that. ``tests/unit/test_torch_private.py``
+checks each name and its signature in the installed torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
-# Any: torch's stubs know none of these.
+# Any: torch's stubs have none of these.
 _c10d: Any = c10d
 
 
@@ -28,13 +28,13 @@ _c10d: Any = c10d
 
 
 def gloo_device(interface: str) -> Any:
-    """A Gloo device on a network interface; without one, on the address of this host's name, as torch chooses it."""
+    """A Gloo device on a network interface, or by default on the address of this host's name, as torch chooses it."""
     gloo: Any = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
-    """Options for ``ProcessGroupGloo``: which devices it uses, and what it waits for."""
+    """Options for ``ProcessGroupGloo``: its devices and its time-out."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = list(devices)
@@ -43,7 +43,7 @@ def gloo_options(devices: Sequence[Any], timeout: timedelta) -> Any:
 
 
 def timeout_of(backend: Any) -> timedelta:
-    """The present time-out of one of Gloo's or NCCL's backends."""
+    """The current time-out of a backend of Gloo or NCCL."""
     timeout: timedelta = backend.options._timeout
     return timeout
 
@@ -92,9 +92,9 @@ def name_group(group: Any, name: str) -> None:
     group._set_group_name(name)
 
 
-# It returns nothing, when it has ended.
+# Blocks until it has ended, and returns no work.
 MONITORED_BARRIER = "monitored_barrier"
-# A group's operations. Some have two names: an old one, and that of torch 2.13. All members get the same from these.
+# A group's operations. Some have two names: an old one, and the one of torch 2.13. All members get the same result from these.
 SAME_FOR_ALL = frozenset(
     {
         *("allreduce", "allreduce_coalesced", "broadcast", "barrier", "allgather"),
@@ -127,7 +127,7 @@ IN_PLACE = frozenset(
 SEND = "send"
 POINT_TO_POINT = (SEND, "recv", "recv_anysource")
 END_COALESCING = "_end_coalescing"
-# A group's other methods, and what they return where it has no connections.
+# A group's other methods, and what they return if it has no connections.
 PASSED_ON = {
     "_start_coalescing": None,
     "_get_backend": None,
@@ -149,7 +149,7 @@ def end_coalescing(group: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def replace_group_factory(factory: Callable[..., Any]) -> None:
-    """``init_process_group`` and ``new_group`` call ``factory(original, …)`` to make a group."""
+    """Have ``init_process_group`` and ``new_group`` call ``factory(original, …)`` to make a group."""
     original = _c10d._new_process_group_helper
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ def register(group: Any, backend: str, store: Any, name: str, description: str, 
 
 
 def set_members(group: Any, ranks: Sequence[int]) -> None:
-    """From now on, a group that torch knows has these members: global ranks, in the order of their group ranks."""
+    """Give a group that torch knows these members from now on: global ranks, in the order of their group ranks."""
     _c10d._world.pg_group_ranks[group] = {each: at for at, each in enumerate(ranks)}
 
 
@@ -222,17 +222,17 @@ NOT_A_MEMBER: Any = _c10d.GroupMember.NON_GROUP_MEMBER
 
 
 def layout_of_buckets(net: Any) -> list[list[int]] | None:
-    """Which gradients DDP reduces together, as numbers of the parameters that it reduces; None before the layout is final.
+    """Which gradients DDP reduces together, as numbers of the reduced parameters; None before the layout is final.
 
-    DDP settles the layout after its first iteration, in the order in which gradients arrived.
+    DDP settles the layout after its first iteration, by the order in which gradients arrived.
 
     Raises:
-        RuntimeError: a bucket of sparse gradients has had none since the layout was settled.
+        RuntimeError: a bucket of sparse gradients has received none since the layout was settled.
     """
     if not net._has_rebuilt_buckets:
         return None
     buckets = [bucket.parameters() for bucket in net.reducer._get_zeros_like_grad_buckets()]
-    # Those that were frozen when DDP was made have no number. Whether they are now says nothing.
+    # Parameters that were frozen when DDP was created have no number. Whether one is frozen now does not matter.
     reduced = {id(each) for bucket in buckets for each in bucket}
     numbered = (each for each in net._module_parameters if id(each) in reduced)
     place = {id(each): number for number, each in enumerate(numbered)}
@@ -240,22 +240,22 @@ def layout_of_buckets(net: Any) -> list[list[int]] | None:
 
 
 def reset_reducer(net: Any) -> None:
-    """Let the next forward pass run after a backward pass that did not end. The layout is forgotten."""
+    """Allow the next forward pass after a backward pass that did not end. The layout is forgotten."""
     net.reducer._reset_state()
     net._has_rebuilt_buckets = False
 
 
 def settle_buckets(net: Any) -> None:
-    """Have DDP settle its layout now. It broadcasts rank 0's, in two tensors: see :class:`.Scripted`."""
+    """Have DDP settle its layout now. It broadcasts rank 0's layout, in two tensors: see :class:`.Scripted`."""
     push_parameters(net)
     rebuild_buckets(net)
 
 
 def rebuild_buckets(net: Any) -> None:
-    """Have DDP settle its layout now, from the order in which gradients have arrived. It broadcasts rank 0's.
+    """Have DDP settle its layout now, by the order in which gradients have arrived. It broadcasts rank 0's layout.
 
     Raises:
-        RuntimeError: not all have arrived.
+        RuntimeError: not all gradients have arrived.
     """
     if net.reducer._rebuild_buckets():
         net._has_rebuilt_buckets = True
@@ -278,10 +278,10 @@ def parts_of_reducer(net: Any) -> tuple[Any, ...]:
 
 
 def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
-    """Let a DDP module make its first pass once more, with the layout of buckets of then.
+    """Let a DDP module make its first pass again, with the layout of buckets that it first had.
 
-    No reducer goes back to its first layout, and one with a static graph cannot even forget half a pass. The old one takes its hooks on the
-    parameters with it.
+    No reducer goes back to its first layout, and one with a static graph cannot even forget half a pass. So it gets a new one;
+    the old one removes its hooks from the parameters.
 
     Args:
         parts: from :func:`parts_of_reducer`.
@@ -298,7 +298,7 @@ def renew_reducer(net: Any, parts: tuple[Any, ...]) -> None:
 
 
 def syncs_buffers_next(net: Any) -> bool:
-    """Whether DDP's next forward pass broadcasts buffers, if it does that at all: not behind a pass without gradients."""
+    """Whether DDP's next forward pass broadcasts buffers, if it does so at all: it does not after a pass without gradients."""
     return bool(net.require_forward_param_sync)
 
 
@@ -308,18 +308,18 @@ def set_syncs_buffers_next(net: Any, syncs: bool) -> None:
 
 
 def push_parameters(net: Any) -> None:
-    """As if the gradients of all parameters had arrived, in the parameters' order: DDP settles its layout in the next pass."""
+    """Pretend that all gradients have arrived, in the parameters' order: DDP settles its layout in the next pass."""
     net.reducer._push_all_rebuilt_params()
 
 
 def backward_under_way() -> int | None:
-    """A number of the backward pass that this thread is in; None: in none."""
+    """A number for the backward pass that this thread is in; None if it is in none."""
     number: int = torch._C._current_graph_task_id()
     return None if number < 0 else number
 
 
 def call_behind_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass under way, after what is to be called there already, if it succeeds."""
+    """Call a function at the end of the current backward pass if it succeeds, after the functions already queued there."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
@@ -332,7 +332,7 @@ def broadcast_from(root: int) -> Any:
 
 
 def states_of_hooks(net: Any) -> list[Any]:
-    """The states of a DDP module's communication hooks that change from step to step, of those in torch."""
+    """The states of a DDP module's communication hooks, for those hooks of torch whose state changes from step to step."""
     hooks = "torch.distributed.algorithms.ddp_comm_hooks."
     kinds = (
         getattr(sys.modules.get(hooks + "powerSGD_hook"), "PowerSGDState", None),
@@ -342,7 +342,7 @@ def states_of_hooks(net: Any) -> list[Any]:
     return [state for _, state in net._comm_hooks if isinstance(state, known)]
 
 
-# What such a state has: counts; tensors by the number of their bucket; generators of numpy.
+# What such a state has: counts; tensors by the number of their bucket; NumPy generators.
 COUNTS_OF_HOOKS = (
     *("iter", "total_numel_before_compression", "total_numel_after_compression"),
     "next_stats_report",
@@ -352,12 +352,12 @@ GENERATORS_OF_HOOKS = ("rng",)
 
 
 def averager_of(each: Any) -> Any:
-    """The average of models that an object is, or that an optimizer calls in its step; None if there is none."""
+    """The model averager that an object is, or that an optimizer calls in its step; None if there is none."""
     averagers = sys.modules.get("torch.distributed.algorithms.model_averaging.averagers")
     optimizers = sys.modules.get("torch.distributed.optim")
     kind = getattr(averagers, "ModelAverager", None)
     if kind is not None and isinstance(each, kind):
-        # One of the script's own may have methods for its state.
+        # The script's own averager may have methods for its state.
         return None if hasattr(each, "state_dict") else each
     kind = getattr(optimizers, "PostLocalSGDOptimizer", None)
     return each.averager if kind is not None and isinstance(each, kind) else None
@@ -378,7 +378,7 @@ def has_workers(loader: Any) -> bool:
 
 
 def sampler_of_iterator(iterator: Any) -> Any:
-    """What gives the iterator of a DataLoader its indices; None if it is no such iterator."""
+    """What gives the iterator of a DataLoader its indices; None if the object is not such an iterator."""
     from torch.utils.data import dataloader
 
     iterators: Any = dataloader._BaseDataLoaderIter
@@ -389,14 +389,14 @@ def sampler_of_iterator(iterator: Any) -> Any:
 
 
 def hold(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Make a tensor a parameter of a module, also one that is no ``nn.Parameter``."""
+    """Make a tensor a parameter of a module, even if it is not an ``nn.Parameter``."""
     module._parameters[name] = tensor  # type: ignore[assignment]
 
 
 def is_sharded(each: Any) -> bool:
     """Whether a tensor or optimizer has a part on each rank, as those of FSDP2, tensor-parallel modules and ZeRO do.
 
-    Their classes are not imported for this: whoever has such an object has imported them.
+    This does not import their classes: whoever has such an object has imported them.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     optimizers = sys.modules.get("torch.distributed.optim")
@@ -408,7 +408,7 @@ def is_sharded(each: Any) -> bool:
 
 
 def run_uncompiled(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` neither trace this function nor what it calls: C++ calls it in the midst of compiled code.
+    """Have ``torch.compile`` trace neither this function nor what it calls: C++ calls it from within compiled code.
 
     ``torch.compiler.disable`` does that as well, but imports ``torch._dynamo``.
     """
@@ -427,18 +427,18 @@ def is_compiled(module: Any) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, not a copy; of another one, the tensor itself."""
+    """This rank's part of a sharded tensor, not a copy; for any other tensor, the tensor itself."""
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return tensor
     with torch.no_grad():
         part: torch.Tensor = tensor.to_local()
-    wait = getattr(part, "wait", None)  # a result that is under way is no plain tensor
+    wait = getattr(part, "wait", None)  # a pending result is not a plain tensor
     return part if wait is None else wait()
 
 
 def is_tensor_sharded(tensor: Any) -> bool:
-    """Whether it is a tensor with a part on each rank."""
+    """Whether an object is a tensor with a part on each rank."""
     kind = _dtensor()
     return kind is not None and isinstance(tensor, kind)
 
@@ -487,7 +487,7 @@ def local_optimizer(optimizer: Any) -> Any:
 
 
 def fsdp_parts(module: Any) -> list[Any]:
-    """Those of a module's parts that were given to FSDP2."""
+    """The parts of a module that were given to FSDP2."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [each for each in module.modules() if isinstance(each, kind)]
 
@@ -499,7 +499,7 @@ def is_fsdp1(module: Any) -> bool:
 
 
 def is_gradient(grad: torch.Tensor) -> bool:
-    """Whether a gradient, or this rank's part of it, is something to apply: neither zero nor with an element that is not finite."""
+    """Whether a gradient, or this rank's part of it, is worth applying: it is not zero, and all its elements are finite."""
     part = local_part(grad)
     values = part.coalesce().values() if part.is_sparse else part
     return bool(values.any()) and bool(values.isfinite().all())
@@ -512,29 +512,29 @@ def meshes() -> list[Any]:
     """All device meshes of this process."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    # By its type: an object may pretend to be of another class, and loads something to find out.
+    # By type, not isinstance: an object may pretend to be of another class, and load something to find out which.
     return [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """The ranks of the mesh that a mesh is a part of, and its own in the order of its dimensions; None if this one is not among them."""
+    """The ranks of the mesh that a mesh is a part of, and its own in the order of its dimensions; None if it lacks this rank."""
     here = getattr(mesh, "_coordinate_on_dim", None)
     return mesh._flatten_rank_map, None if here is None else tuple(mesh.mesh.flatten().tolist())
 
 
 def layout_of_mesh(mesh: Any) -> Any:
-    """The sizes of its dimensions, and where in the ranks of the whole mesh they lie."""
+    """The sizes of a mesh's dimensions, and how they are laid out over the ranks of the whole mesh."""
     return mesh._layout
 
 
 def first_size(layout: Any) -> int:
-    """The size of the first dimension that has more than one rank, or of its first part if it was made of several; 1 without one."""
+    """The size of the first dimension with more than one rank, or of its first part if it was made of several; 1 if none."""
     shapes = [each.shape for each in layout if each.shape]
     return shapes[0][0] if shapes else 1
 
 
 def with_first_size(layout: Any, size: int) -> Any:
-    """The layout with another size there."""
+    """The layout with another first size: see :func:`first_size`."""
     axes = list(layout)
     at = next(at for at, each in enumerate(axes) if each.shape)
     axes[at] = type(axes[at])((size, *axes[at].shape[1:]), axes[at].stride)
@@ -542,11 +542,11 @@ def with_first_size(layout: Any, size: int) -> Any:
 
 
 def renew_mesh(mesh: Any, rank_map: Sequence[int], layout: Any, rank: int) -> None:
-    """Let a mesh be one of other ranks from now on.
+    """Make a mesh consist of other ranks from now on.
 
     Args:
         rank_map: of the mesh that it is a part of.
-        layout: its own.
+        layout: the mesh's own.
         rank: of this process.
     """
     mesh._rank_map = torch.tensor(rank_map, dtype=torch.int)
@@ -556,7 +556,7 @@ def renew_mesh(mesh: Any, rank_map: Sequence[int], layout: Any, rank: int) -> No
 
 
 def renew_fsdp_meshes(modules: Iterable[Any]) -> None:
-    """FSDP2 has taken sizes and ranks from its meshes: let it have the present ones."""
+    """Update the sizes and ranks that FSDP2 has read from its meshes."""
     states = [each._get_fsdp_state() for module in modules for each in fsdp_parts(module)]
     for group in (group for state in states for group in state._fsdp_param_groups):
         infos = [group.mesh_info, *(each.mesh_info for each in group.fsdp_params)]
@@ -567,7 +567,7 @@ def renew_fsdp_meshes(modules: Iterable[Any]) -> None:
 
 
 def forget_traces() -> None:
-    """Forget what was worked out, or compiled, for meshes of other sizes."""
+    """Forget what was computed or compiled for meshes of other sizes."""
     from torch.distributed.tensor import _redistribute, debug
 
     of_dtensor: Any = debug
@@ -578,7 +578,7 @@ def forget_traces() -> None:
 
 
 def groups_of_tensor(tensor: Any) -> list[tuple[Any, bool]]:
-    """The groups of a tensor's mesh, and whether it is sharded among their members; none of a tensor without a mesh."""
+    """The groups of a tensor's mesh, and whether it is sharded among their members; empty for a tensor without a mesh."""
     if not is_tensor_sharded(tensor):
         return []
     return [
@@ -588,16 +588,16 @@ def groups_of_tensor(tensor: Any) -> list[tuple[Any, bool]]:
 
 
 def is_localized(parameter: Any) -> bool:
-    """Whether DDP has put this rank's part of a sharded parameter in its place, until the first forward pass."""
+    """Whether DDP has replaced a sharded parameter by this rank's part, until the first forward pass."""
     return hasattr(parameter, "_st_info")
 
 
 def reset_fsdp(module: Any) -> None:
-    """Let the next forward pass of FSDP2's modules run after a pass that did not end. Their parameters are shards again."""
+    """Allow the next forward pass of FSDP2's modules after a pass that did not end. Their parameters are shards again."""
     parts = fsdp_parts(module)
     states = [each._get_fsdp_state() for each in parts]
     for group in (group for state in states for group in state._fsdp_param_groups):
-        # To wait for it would raise: its group is gone.
+        # Waiting for it would raise: its group is gone.
         group._all_gather_result = None
         for each in group.fsdp_params:
             each.unsharded_accumulated_grad = None
@@ -611,21 +611,21 @@ def reset_fsdp(module: Any) -> None:
 
 
 def buffers_of(modules: Iterable[Any]) -> list[dict[str, torch.Tensor | None]]:
-    """Where the modules hold their buffers, of those that have any; :meth:`Module.named_buffers` leaves out places without one."""
+    """The dicts in which modules hold their buffers, if they have any; :meth:`Module.named_buffers` skips places without one."""
     return [held for module in modules if (held := module._buffers)]
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Counts the changes of a tensor in place."""
+    """How often a tensor was changed in place."""
     return tensor._version
 
 
 def sum_of_versions(tensors: Iterable[torch.Tensor]) -> int:
-    """How often tensors were changed in place, all together."""
+    """How often tensors were changed in place, in total."""
     return sum([each._version for each in tensors])  # faster than a generator
 
 
-# Where loaders of frameworks count how often they were iterated: accelerate's, and Fabric's.
+# The attributes in which loaders of frameworks count how often they were iterated: accelerate's, and Fabric's.
 LOADER_COUNTS = ("iteration", "_num_iter_calls")
 
 
@@ -652,9 +652,9 @@ def reset_scaler(scaler: Any) -> None:
 
 
 def python_generator() -> int | None:
-    """The address of the state of ``random``'s generator (a position, then 624 words of key); None if it has no such object.
+    """The address of the state of ``random``'s generator (a position, then 624 words of key); None if there is no such object.
 
-    CPython's ``_random.Random`` keeps it behind the object's head.
+    CPython's ``_random.Random`` keeps it after the object's header.
     """
     generator = getattr(random, "_inst", None)
     if generator is None or sys.implementation.name != "cpython":
@@ -670,13 +670,13 @@ def python_gauss() -> float | None:
 
 # -- metadata of checkpoints ----------------------------------------------------------------------------------
 
-# The unpickler in Python. The one in C does not let a subclass decide at each instruction.
+# The unpickler in Python. The one in C does not let a subclass decide on each instruction.
 PythonUnpickler: Any = pickle._Unpickler
 
 
 @functools.cache
 def metadata_classes() -> tuple[type, ...]:
-    """What the instances in the metadata of a checkpoint are made of."""
+    """The classes of the instances in the metadata of a checkpoint."""
     from torch.distributed.checkpoint import filesystem, metadata as of
 
     return (
@@ -693,7 +693,7 @@ def metadata_classes() -> tuple[type, ...]:
 
 @functools.cache
 def metadata_values() -> tuple[Any, ...]:
-    """What their attributes are made with, besides plain data: memory formats and layouts."""
+    """What their attributes are created with, besides plain data: memory formats and layouts."""
     from torch.distributed.checkpoint import metadata as of
 
     return of._MEM_FORMAT_ENCODING, torch.serialization._get_layout

@@ -1,6 +1,6 @@
-"""Undoing a step that communicates behind a change of parameters: by a copy of what it began with.
+"""Undoing a step that communicates after a change of parameters, using a copy of what it began with.
 
-If a process is lost there, all others may have changed their parameters, and none could repeat the step otherwise.
+If a process is lost there, all others may have changed their parameters, and without a copy none could repeat the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INSTEAD = "Two separate steps need no copy; elastic.session(…, snapshots=True
 
 
 def room_on(device: torch.device) -> float:
-    """Bytes of a device that a training which has made a step does not need."""
+    """Bytes of a device that training does not need, once it has run a step."""
     if device.type == "cpu":
         return math.inf
     of = torch.accelerator
@@ -29,11 +29,11 @@ def room_on(device: torch.device) -> float:
 
 
 class Undo:
-    """Of the step under way. Off until it is turned on.
+    """Undoes the step under way. Off until it is turned on.
 
     Args:
         objects: the session's.
-        room: on a device, in bytes. A copy takes half of it at most: later steps may need more than those before.
+        room: bytes free on a device. A copy takes half of it at most: later steps may need more memory than earlier ones.
     """
 
     def __init__(self, objects: Objects, room: Callable[[torch.device], float] = room_on) -> None:
@@ -45,7 +45,7 @@ class Undo:
         self._is_on = self._was_told = False
 
     def turn_on(self, late: Late) -> None:
-        """From the next step on, if copies help.
+        """Copy from the next step on, if copies help.
 
         Args:
             late: the collective that needs them.
@@ -59,7 +59,7 @@ class Undo:
             )
 
     def begin_step(self) -> None:
-        """Before it changes anything. Copies everything, if it is on."""
+        """A step begins, and has not changed anything yet. Copies everything, if turned on."""
         self._is_current = False
         if not self._is_on:
             return

@@ -1,4 +1,4 @@
-"""One checkpoint in a storage, in the format of ``torch.distributed.checkpoint`` (DCP): written, checked, read."""
+"""Writing, checking and reading one checkpoint in a storage, in the format of ``torch.distributed.checkpoint`` (DCP)."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Part:
 
     Args:
         files: by name.
-        pieces: of each piece of a tensor: the tensor's key, its shape and type, where the piece begins and its shape; then its
-            file, and where in the file.
+        pieces: for each piece of a tensor: the tensor's key, shape and type; where the piece begins, and its shape; then its
+            file, and the offset and length there.
     """
 
     files: dict[str, File]
@@ -78,7 +78,7 @@ class Part:
 
 
 class Unreadable(ElasticError):
-    """A checkpoint that cannot be read: what is wrong with it."""
+    """A checkpoint cannot be read. The message says what is wrong with it."""
 
 
 def write(
@@ -87,13 +87,13 @@ def write(
     state: Mapping[str, Any],
     parts: Callable[[], Sequence[Part]] | None = None,
 ) -> dict[str, File]:
-    """Write a checkpoint, but for its record.
+    """Write a checkpoint, except for its record.
 
     Args:
         storage: the folder of checkpoints.
         name: of this one.
         state: nested dicts and lists of tensors in host memory and other leaves.
-        parts: waits for those that the other ranks write; None if there are none.
+        parts: waits for the parts that the other ranks write; None if there are none.
     Returns:
         The files.
     Raises:
@@ -116,7 +116,7 @@ def write(
 
 
 def write_part(storage: Storage, name: str, state: Mapping[str, Shard], rank: int) -> Part:
-    """Write what only this rank has, beside rank 0.
+    """On a rank other than 0: write what only this rank has.
 
     Args:
         storage: the folder of checkpoints.
@@ -124,7 +124,7 @@ def write_part(storage: Storage, name: str, state: Mapping[str, Shard], rank: in
         state: the parts of sharded tensors, by key.
         rank: of this process, not 0.
     Raises:
-        OSError: as :func:`write`.
+        OSError: as for :func:`write`.
     """
     files = _Files(storage)
     with _writer(files, name) as writer:
@@ -157,18 +157,18 @@ def _writer(files: _Files, name: str) -> Iterator[FileSystemWriter]:
     except ElasticError:
         raise
     except Exception as error:  # noqa: BLE001  DCP wraps all kinds
-        # torch's writer of archives hides what the storage said.
+        # torch's archive writer hides the storage's error.
         raise files.problem or _cause(error) from None
 
 
 def _save(
     state: dict[str, Any], planner: DefaultSavePlanner, writer: FileSystemWriter, rank: int
 ) -> tuple[SavePlan, list[WriteResult]]:
-    """A rank's part of what ``dcp.save`` does, without its collectives and without its warning that there are none."""
+    """A rank's part of what ``dcp.save`` does, without collectives, and without its warning about running without them."""
     planner.set_up_planner(state, is_coordinator=rank == 0)
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     local = writer.prepare_local_plan(planner.create_local_plan())
-    # The names of files count the ranks.
+    # The plan's position in the list is this rank, which goes into the names of files.
     plan = writer.prepare_global_plan([*[SavePlan([])] * rank, local])[rank]
     written = writer.write_data(planner.finish_plan(plan), planner)
     written.wait()
@@ -203,7 +203,7 @@ def _results_of(part: Part) -> list[WriteResult]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Finds the parts of sharded tensors, too."""
+    """A planner that also finds the parts of sharded tensors."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
@@ -211,7 +211,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads into the parts of sharded tensors, too. Keys are those of the checkpoint."""
+    """A planner that also reads into the parts of sharded tensors. Keys are those of the checkpoint."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -224,7 +224,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return found.tensor if isinstance(found, Shard) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # DCP's unpickles it, and runs what it says. All that a session writes are tensors.
+        # DCP's own method would unpickle it, and run what the pickle says. A session writes only tensors.
         raise Unreadable(f"{read_item.dest_index.fqn} is not a tensor")
 
 
@@ -248,7 +248,7 @@ def check(storage: Storage, name: str, record: Record) -> None:
     """Read all files of a checkpoint, and compare them with its record.
 
     Raises:
-        Unreadable: one is absent, too short, or has changed.
+        Unreadable: a file is missing, has another size, or has changed.
     """
     for path, expected in record.files.items():
         try:
@@ -264,11 +264,11 @@ def check(storage: Storage, name: str, record: Record) -> None:
 def read(
     storage: Storage, name: str, owners: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The state that was written, exactly.
+    """The state exactly as it was written.
 
     Args:
         storage, name: of the checkpoint.
-        owners: tensors of which this rank gets its part only, as :meth:`.State.owners` gives them.
+        owners: tensors of which this rank gets only its part, from :meth:`.State.owners`.
     Raises:
         Unreadable: the checkpoint is damaged, or has not been written by a session.
     """
@@ -310,7 +310,7 @@ def _read(storage: Storage, name: str, owners: Mapping[str, Any]) -> dict[str, A
 
 
 def _owner(key: str, shape: torch.Size, owners: Mapping[str, Any]) -> Any:
-    """The sharded tensor that says which part of a tensor this rank needs; None if it needs all of it."""
+    """The sharded tensor that determines which part of a tensor this rank needs; None if it needs the whole tensor."""
     found = owners.get(key)
     if found is None:
         found = owners.get(f"{key.rpartition('.')[0]}.")
@@ -321,7 +321,7 @@ def packed(structure: Any) -> torch.Tensor:
     """A structure as a tensor of bytes.
 
     Raises:
-        ElasticError: it holds something that would not be read again.
+        ElasticError: it holds something that could not be read back.
     """
     if found := unreadable(structure):
         raise ElasticError(f"a state_dict holds more than tensors and plain data: {found}")
@@ -331,7 +331,7 @@ def packed(structure: Any) -> torch.Tensor:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What lies behind an exception of DCP."""
+    """The error behind an exception of DCP."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, Mapping) and failures:
         found = next(iter(failures.values()))
@@ -351,7 +351,7 @@ def _digest(storage: Storage, path: str) -> File:
 
 
 class _Files(FileSystemBase):
-    """A storage as DCP sees one. It digests what is written."""
+    """A storage as a file system for DCP. It digests what is written."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -409,8 +409,8 @@ class _Files(FileSystemBase):
 class _Digesting(io.RawIOBase):
     """Writes to a file, and digests what it writes.
 
-    The first error is kept, and later writes do nothing: torch's writer of archives goes on writing after an error while
-    it is closed, and ends the process if that fails, too.
+    The first error is kept, and later writes do nothing: after an error, torch's archive writer keeps writing while it is
+    being closed, and ends the process if that fails, too.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -435,7 +435,7 @@ class _Digesting(io.RawIOBase):
         return True
 
     def flush(self) -> None:
-        """Nothing: the file is flushed when it is synced."""
+        """Do nothing: the file is flushed when it is synced."""
 
     def tell(self) -> int:
         return self._size

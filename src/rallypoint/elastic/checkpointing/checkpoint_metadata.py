@@ -1,7 +1,7 @@
 """Reads the ``.metadata`` of a checkpoint.
 
-It is a pickle, and ``torch.distributed.checkpoint`` reads it as one: whoever can write to the folder of checkpoints can have it run
-code in the job that loads it. Here it can only create what such a file describes: tensors, their pieces, and files.
+It is a pickle, and ``torch.distributed.checkpoint`` reads it as one: whoever can write to the folder of checkpoints can run code
+in the job that loads it. Here it can only create what such a file describes: tensors, their pieces, and files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PLAIN = (torch.Size, PosixPath, PurePosixPath)
 
 
 class MetadataReader(FileSystemReader):
-    """torch's reader, but for the metadata."""
+    """torch's reader, except for the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata.
 
         Raises:
-            pickle.UnpicklingError: it holds something else than a description of tensors.
+            pickle.UnpicklingError: it holds something other than a description of tensors.
         """
-        del args, kwargs  # of files that each rank has for itself, which sessions do not write
+        del args, kwargs  # for metadata files of single ranks, which sessions do not write
         path = self.fs.concat_path(self.path, ".metadata")
         with self.fs.create_stream(path, "rb") as file:
             return load(cast("IO[bytes]", file))
@@ -42,7 +42,7 @@ def load(file: IO[bytes]) -> Metadata:
     """What the file describes.
 
     Raises:
-        pickle.UnpicklingError: it holds something else than a description of tensors.
+        pickle.UnpicklingError: it holds something other than a description of tensors.
     """
     found = _Unpickler(file).load()
     if not isinstance(found, Metadata):
@@ -51,7 +51,7 @@ def load(file: IO[bytes]) -> Metadata:
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """By ``getattr``, Python 3.11.0 to 3.11.3 pickle members of an enum."""
+    """Python 3.11.0 to 3.11.3 pickle the members of an enum as calls of ``getattr``. This takes its place."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise pickle.UnpicklingError("it asks for an attribute, which is not part of a checkpoint")
     return kind[name]
@@ -74,7 +74,7 @@ class _Unpickler(PythonUnpickler):  # type: ignore[misc]  # it has no types
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint")
 
     def build(self) -> None:
-        # With one of the classes themselves as the object, this would change it for the whole process.
+        # If the object were one of the classes itself, this would change the class for the whole process.
         if not isinstance(self.stack[-2], torch_private.metadata_classes()):
             raise pickle.UnpicklingError("it changes an object that it did not create")
         PythonUnpickler.load_build(self)

@@ -1,8 +1,8 @@
 """A session's objects as the nested state of a checkpoint, and back.
 
-The layout is the one that ``torch.distributed.checkpoint`` is used with elsewhere: ``model`` holds a module's state, with
-the names that it has without DDP and ``torch.compile``; ``optimizer`` holds an optimizer's, with parameters by name. DCP
-turns keys into text and leaves out what is empty, so the exact structure goes beside it, for our own loading.
+The layout is the usual one for ``torch.distributed.checkpoint`` (DCP): ``model`` holds a module's state, with the names that it
+has without DDP and ``torch.compile``; ``optimizer`` holds an optimizer's state, with parameters by name. DCP turns keys into
+strings and leaves out what is empty, so the exact structure is stored beside it, for our own loading.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rallypoint.errors import ElasticError
 from .shards import Shard
 
 
-# In a structure: stands for a tensor, before its key.
+# Marks a tensor in a structure; the tensor's key follows.
 TENSOR = "rallypoint tensor"
 
 
 def roles(given: Sequence[Any]) -> list[str]:
-    """A name for each object: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``parameters`` (of no module), or its class; then
-    ``model_2`` and so on."""
+    """A name for each object: ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``parameters`` (of no module), or its class.
+    The second model is ``model_2``, and so on."""
     names: list[str] = []
     seen: dict[str, int] = {}
     for each in given:
@@ -67,14 +67,14 @@ class State:
         self._modules = [each for each in given if isinstance(each, nn.Module)]
 
     def now(self) -> dict[str, Any]:
-        """The present state by role. Tensors are not copied."""
+        """The current state by role. Tensors are not copied."""
         return {
             role: self._state_of(each) for role, each in zip(self.roles, self._given, strict=True)
         }
 
     def owners(self) -> dict[str, Any]:
-        """The sharded tensors, by their key in a checkpoint. What an optimizer keeps of a parameter is sharded as the parameter; its
-        key begins with the one here."""
+        """The sharded tensors, by their key in a checkpoint. An optimizer's state for a parameter is sharded like the parameter;
+        its keys begin with the key given here."""
         found: dict[str, Any] = {}
         for role, each in zip(self.roles, self._given, strict=True):
             if isinstance(each, nn.Module):
@@ -90,12 +90,12 @@ class State:
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Make it the present one.
+        """Make a state the current one.
 
         Args:
-            state: as :meth:`now` returned it; others of its entries are not used.
+            state: as :meth:`now` returned it; further entries are ignored.
         Raises:
-            ElasticError: the objects are others than those of the checkpoint.
+            ElasticError: the objects are not those of the checkpoint.
         """
         lacking = [role for role in self.roles if role not in state]
         if lacking:
@@ -116,7 +116,7 @@ class State:
         return given.state_dict()
 
     def _has_types_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether all parameters have the types that they had then: a script may go on in bfloat16, and its optimizer with it."""
+        """Whether all parameters have the types that they had then: a script may continue in bfloat16, and so its optimizer."""
         now = {
             f"{role}.{key}": value.dtype
             for role, each in zip(self.roles, self._given, strict=True)
@@ -170,7 +170,7 @@ class State:
             {**group, "params": [names[each] for each in group["params"]]}
             for group in state["param_groups"]
         ]
-        # What an optimizer of the script's own keeps under a key of its own stays there.
+        # What a script's own optimizer keeps under other keys stays there.
         count = len(names)
         by_name = {
             names[key] if type(key) is int and key < count else key: value
@@ -192,7 +192,7 @@ class State:
 
 
 def _clean_names(module: nn.Module) -> list[tuple[str, str]]:
-    """How names begin because of wrappers, innermost first, and how they begin without."""
+    """The prefixes of names inside wrappers, innermost first, each with the prefix that names have without the wrapper."""
     found = []
     for path, part in module.named_modules():
         start = f"{path}." if path else ""
@@ -211,7 +211,7 @@ def _clean(name: str, wrapped: Sequence[tuple[str, str]]) -> str:
 
 
 class HostCopy:
-    """A copy of a state in host memory. The memory is used again for the next copy.
+    """A copy of a state in host memory. The memory is reused for the next copy.
 
     Attributes:
         nested: for DCP: dicts, lists, tensors and other leaves.
@@ -226,7 +226,7 @@ class HostCopy:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Copy all tensors and leaves. Blocks: until the copies are there."""
+        """Copy all tensors and leaves. Blocks: until the copies are complete."""
         before, self._tensors = self._tensors, {}
         self.nested, self.structure, self.shards = {}, {}, {}
         devices: set[torch.device] = set()
@@ -258,7 +258,7 @@ class HostCopy:
                 key = plain(key)
                 nested[str(key)], exact[key] = self._copied(value, f"{path}.{key}", before, devices)
             return nested, of_kind(state, exact)
-        # Not of their subclasses: a named tuple is made in another way, and is a class of the user's, which is told when it is written.
+        # Not subclasses: a named tuple is constructed differently, and is a class of the user's, which is reported on writing.
         if type(state) in (list, tuple) and _has_parts(state):
             pairs = [
                 self._copied(value, f"{path}.{number}", before, devices)
@@ -273,7 +273,7 @@ class HostCopy:
 
 
 def _has_parts(state: Any) -> bool:
-    """Whether DCP goes into a list: it holds tensors or mappings, at any depth."""
+    """Whether DCP descends into a list: it holds tensors or mappings, at any depth."""
     return any(
         isinstance(each, torch.Tensor | Mapping)
         or (isinstance(each, list | tuple) and _has_parts(each))
@@ -282,7 +282,7 @@ def _has_parts(state: Any) -> bool:
 
 
 def keys_in(structure: Any) -> list[str]:
-    """The keys of all tensors of a structure."""
+    """The keys of all tensors in a structure."""
     if isinstance(structure, list) and len(structure) == 2 and structure[0] == TENSOR:
         return [structure[1]]
     if isinstance(structure, Mapping):
@@ -293,7 +293,7 @@ def keys_in(structure: Any) -> list[str]:
 
 
 def filled(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """A structure with its tensors."""
+    """A structure with its tensors filled in."""
     if isinstance(structure, list) and len(structure) == 2 and structure[0] == TENSOR:
         return tensors[structure[1]]
     if isinstance(structure, Mapping):

@@ -1,9 +1,9 @@
 """A session's checkpoints: taken at the boundary of a step, written by a thread of rank 0, found and loaded at the next start.
 
 Nothing here is a collective. At a boundary, rank 0 copies the state into host memory; every other rank leaves its own state
-(generators, place in the data) as a note in the workers' store. The thread gathers these notes and writes all of it.
+(generators, place in the data) as a note in the workers' store. The thread gathers these notes and writes everything.
 
-With sharded state, every rank copies its parts, and a thread of its own writes them. A second note says what is where.
+With sharded state, every rank copies its parts, and a thread on each rank writes them. A second note says what is where.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from .checkpoint_files import Part
 
 _log = logging.getLogger(__name__)
-# Seconds in which the notes of all ranks must come: they are posted in the step at whose boundary rank 0 took its copy.
+# Seconds in which the notes of all ranks must arrive: all post them at the boundary where rank 0 took its copy.
 NOTES = 60.0
 # Seconds in which the other ranks must have written their parts of sharded tensors.
 PARTS = 900.0
 # Seconds for rank 0 to choose what to load: it reads the newest checkpoint once, to check it.
 CHOOSING = 3600.0
-# Seconds that the end of a session that failed waits for a checkpoint that is being written.
+# Seconds for which a failed session waits at its end for a checkpoint that is being written.
 AFTER_FAILURE = 20.0
 
 
@@ -49,9 +49,9 @@ class Loaded:
     """Where a session continues.
 
     Args:
-        record: of the checkpoint.
-        own: of this rank, if as many ranks train as then; else of rank 0.
-        is_own: whether it is this rank's.
+        record: the checkpoint's.
+        own: this rank's state if the number of ranks is the same as then; else rank 0's.
+        is_own: whether ``own`` is this rank's.
     """
 
     record: Record
@@ -60,7 +60,7 @@ class Loaded:
 
 
 class _StillWriting(Exception):
-    """Another rank could not write its part, because it still writes that of the checkpoint before."""
+    """Another rank could not write its part, because it is still writing its part of the previous checkpoint."""
 
 
 class Checkpoints:
@@ -68,8 +68,8 @@ class Checkpoints:
 
     Args:
         where: a directory, or a URL that fsspec understands.
-        every: steps from one to the next.
-        keep: how many complete ones stay.
+        every: steps between two checkpoints.
+        keep: how many complete ones are kept.
 
     Raises:
         ValueError: ``every`` or ``keep`` is less than 1, or no driver knows the URL's scheme.
@@ -90,14 +90,14 @@ class Checkpoints:
         self._new_board: Callable[[], Board] | None = None
         self._copy = HostCopy()
         self._check: Callable[[], None] = lambda: None
-        self._newest = 0  # the step of the newest one that was due, or loaded
-        self._due = -1  # the step of the newest one that was due
+        self._newest = 0  # the step of the newest checkpoint that was due or loaded
+        self._due = -1  # the step of the newest checkpoint that was due
         self._posted: list[str] = []
         self._passed_over: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
         self._is_slow = False
-        self._written = -1  # the step of the last one that this process has completed
-        self._tried = 0  # how many were written, or failed
+        self._written = -1  # the step of the last checkpoint that this process has completed
+        self._tried = 0  # how many were written or failed
 
     def begin(
         self,
@@ -107,14 +107,14 @@ class Checkpoints:
         new_board: Callable[[], Board] | None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Once the session begins.
+        """The session begins.
 
         Args:
             objects: the session's.
             rank: of this process.
             size: how many ranks there are.
             new_board: makes a board to the other ranks; None if there are none.
-            check: raises RuntimeError if what the GPU holds is not right, as a member was lost while it computed.
+            check: raises RuntimeError if what the GPU holds is wrong because a member was lost while it computed.
         """
         self._check = check
         self._state = State(objects)
@@ -124,9 +124,9 @@ class Checkpoints:
         self._board = None if new_board is None else new_board()
 
     def resize(self, rank: int, size: int, new_board: Callable[[], Board] | None) -> None:
-        """The session goes on with another number of ranks. Arguments as for :meth:`begin`.
+        """The session continues with another number of ranks. Arguments as for :meth:`begin`.
 
-        One that is being written is left out if it needs a rank that is lost.
+        A checkpoint that is being written is skipped if it needs a rank that is lost.
         """
         self._rank, self._size = rank, size
         self._new_board = new_board
@@ -136,7 +136,7 @@ class Checkpoints:
     # -- at the start -----------------------------------------------------------------------------
 
     def load(self) -> Loaded | None:
-        """Load the newest checkpoint that is good, if there is one. Blocks: until rank 0 has chosen it.
+        """Load the newest intact checkpoint, if there is one. Blocks: until rank 0 has chosen it.
 
         Raises:
             ElasticError: the place cannot be read, or the checkpoint is that of other objects.
@@ -210,7 +210,7 @@ class Checkpoints:
             ) from error
         self._newest = record.step
         if self._rank == 0:
-            # A warning, because a place that was used before may have been forgotten.
+            # A warning, because the user may have forgotten that the place was used before.
             _log.warning(
                 "training continues at step %d, from the checkpoint %s at %s",
                 *(record.step, name, self._storage),
@@ -223,15 +223,15 @@ class Checkpoints:
     # -- at the boundary of a step ----------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether one is taken after this many steps. The same on all ranks."""
+        """Whether a checkpoint is taken after this many steps. The same on all ranks."""
         return step // self._every > self._newest // self._every
 
     def join_at(self, step: int) -> None:
-        """This process has taken the place of a lost one, after this many steps. The lost one may not have got to this boundary."""
+        """This process has taken a lost one's place, after this many steps. The lost one may not have reached this boundary."""
         self._newest = step - 1
 
     def is_last(self, step: int) -> bool:
-        """The job is told to stop: whether the last one is to be taken here. The same on all ranks, at some boundary."""
+        """The job is told to stop: whether to take the last checkpoint here. At some boundary, it is True on all ranks."""
         if self._last_step is None:
             self._last_step = LastStep(self._board, self._rank, self._size)
         try:
@@ -247,18 +247,18 @@ class Checkpoints:
             _log.warning("told to stop: the last checkpoint, of step %d, is written", own.steps)
 
     def take(self, own: OwnState) -> None:
-        """Take one. Returns when the state is copied; rank 0 writes it in the background.
+        """Take a checkpoint. Returns when the state is copied; rank 0 writes it in the background.
 
-        If the one before is still being written, this one is left out.
+        If the previous one is still being written, this one is skipped.
         """
         self._take(own, str(own.steps))
 
     def _take(self, own: OwnState, key: str) -> None:
-        """Take one.
+        """Take a checkpoint.
 
         Args:
             own: this rank's state.
-            key: of the notes of other ranks.
+            key: under which the other ranks leave their notes.
         """
         step = own.steps
         self._newest = self._due = step
@@ -269,7 +269,7 @@ class Checkpoints:
         if self._is_writing():
             if self._rank != 0:
                 self._post(_part_key(key, self._rank), b'{"still writing": true}')
-            elif self._tried:  # the first one imports DCP, too
+            elif self._tried:  # writing the first one takes longer: it imports DCP, too
                 self._tell_slow(step)
             return
         self._copy.take(self._state.now())
@@ -287,7 +287,7 @@ class Checkpoints:
         self._thread.start()
 
     def _tell_slow(self, step: int) -> None:
-        """Once."""
+        """Warn once that writing is slow."""
         if not self._is_slow:
             self._is_slow = True
             _log.warning(
@@ -305,21 +305,21 @@ class Checkpoints:
             self._join(None)
             self.take(own)
         elif own is not None and own.steps == self._due:
-            # It was due here, and may have been left out because the one before was still being written.
+            # It was due here, and may have been skipped because the previous one was still being written.
             self._join(None)
             if self._is_missing(own.steps):
                 self._take(own, f"{own.steps}/again")
         self._join(None if own is not None else AFTER_FAILURE)
 
     def _is_missing(self, step: int) -> bool:
-        """Whether the checkpoint of this step was not written. The same on all ranks that write a part. Blocks: until rank 0 knows."""
+        """Whether the checkpoint of this step is missing. The same on all ranks that write a part. Blocks: until rank 0 knows."""
         if self._rank == 0:
             is_missing = self._written != step
             if self._is_sharded:
                 self._post(f"{step}/written", b"no" if is_missing else b"yes")
             return is_missing
         if not self._is_sharded:
-            return True  # leave the note once more
+            return True  # leave the note again
         assert self._board is not None
         try:
             return self._board.await_note(f"{step}/written", PARTS) == b"no"
@@ -340,10 +340,10 @@ class Checkpoints:
         try:
             board.post(key, note)
             self._posted.append(key)
-            # Rank 0 is at most one step away, so it has read the older ones, or left them out.
+            # Rank 0 is at most one step away, so it has read the older notes or skipped their checkpoints.
             if len(self._posted) > 8:
                 board.drop(self._posted.pop(0))
-        except Exception as error:  # noqa: BLE001  of any store; rank 0 says that the checkpoint is left out
+        except Exception as error:  # noqa: BLE001  of any store; rank 0 reports that the checkpoint is skipped
             _log.debug("rank %d could not leave its note %s: %s", self._rank, key, error)
 
     # -- in the background ------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Checkpoints:
             )
             self._try_to_remove([name_of(step)])
         else:
-            # It is complete: if the folder cannot be listed now, that is no reason to remove it.
+            # The checkpoint is complete: if the folder cannot be listed now, that is no reason to remove it.
             self._prune(name_of(step))
         self._tried += 1
 
@@ -401,12 +401,12 @@ class Checkpoints:
         )
         checkpoint_files.complete(self._storage, name, record)
         self._written = own.steps
-        # A damaged one of this step has been replaced.
+        # A damaged checkpoint of this step has been replaced.
         self._passed_over -= {name}
         _log.info("checkpoint %s: %.2f s", name, clock.MONOTONIC.now() - started)
 
     def _write_part(self, own: OwnState, key: str) -> None:
-        """On other ranks than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
+        """On ranks other than 0: write the parts of sharded tensors, and tell rank 0 where they are."""
         from . import checkpoint_files
 
         assert self._new_board is not None
@@ -448,7 +448,7 @@ class Checkpoints:
 
     def _prune(self, written: str) -> None:
         try:
-            # One whose record cannot be read stays: that may be so for a moment only.
+            # A checkpoint whose record cannot be read stays: the problem may be temporary.
             found = [each for each in entries(self._storage) if not each.problem]
         except Exception as error:  # noqa: BLE001  of any storage; the next one tries again
             _log.debug("old checkpoints at %s cannot be listed: %s", self._storage, error)
@@ -466,5 +466,5 @@ class Checkpoints:
 
 
 def _part_key(key: str, rank: int | str) -> str:
-    """Of the note that says what a rank has written."""
+    """The key of the note that says what a rank has written."""
     return f"{key}/{rank}/part"

@@ -1,8 +1,8 @@
 """The step before which a job that is told to stop takes its last checkpoint: the same on all ranks, without a collective.
 
-Ranks hear of the stop at different times, and nobody may wait for the others before a step: they may need it in the one before. So
-each rank posts where it was when it heard of it, and goes on training. Whoever passes the first boundary behind all
-these places finds all of them posted, as nobody completes a step without the others. That is where all stop.
+Ranks learn of the stop at different times, and none may wait before a step: the others may still need it in the previous one. So
+each rank posts where it was when it learned of the stop, and continues training. At the first boundary past all these places,
+every rank finds all of them posted, as no rank completes a step without the others. That is where all stop.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from rallypoint.elastic.communication.board import Board
 
 
 def is_last(steps: int, posted: Sequence[int | None]) -> bool:
-    """Whether all ranks stop at the boundary behind so many steps.
+    """Whether all ranks stop at the boundary after this many steps.
 
     Args:
         steps: how many are complete.
-        posted: of each rank: how many were complete when it heard of the stop; None if it has not.
+        posted: for each rank, how many were complete when it learned of the stop; None if that is not known.
     """
     known = [each for each in posted if each is not None]
     return len(known) == len(posted) and max(known) < steps
 
 
 class LastStep:
-    """One rank's part in it.
+    """One rank's part in the agreement.
 
     Args:
         board: to the other ranks; None if there are none.
@@ -38,7 +38,7 @@ class LastStep:
         self._posted: list[int | None] = [None] * size
 
     def is_here(self, steps: int) -> bool:
-        """At a boundary, after the stop was told: whether it is the last one."""
+        """At a boundary, once this rank is told to stop: whether this boundary is the last one."""
         if self._board is None:
             return True
         if self._posted[self._rank] is None:

@@ -1,7 +1,7 @@
-"""A rank's part of a sharded tensor in a checkpoint: what it writes, and what it reads of a tensor that was cut in another way.
+"""A rank's part of a sharded tensor in a checkpoint: what it writes, and what it reads of a tensor with other shards.
 
-``torch.distributed.checkpoint`` asks objects with these two methods what they hold, and finds for each part that is read the parts that
-were written.
+``torch.distributed.checkpoint`` asks objects with these two methods what they hold. For each part to be read, it finds the parts
+that were written.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Shard:
 
     @classmethod
     def like(cls, owner: Any, tensor: torch.Tensor) -> Shard:
-        """With the place that this rank's part of a sharded tensor has.
+        """A shard with the place that this rank's part of a sharded tensor has.
 
         Args:
             owner: a ``DTensor``.
-            tensor: of the shape of its part.
+            tensor: one with the shape of this rank's part.
         """
         offsets, is_first = torch_private.place_of_part(owner)
         return cls(tensor, tuple(owner.shape), offsets, is_first)
@@ -69,7 +69,7 @@ class Shard:
 
 
 def whole(owner: Any, part: torch.Tensor) -> torch.Tensor:
-    """A tensor that is sharded as another one.
+    """A tensor that is sharded like another one.
 
     Args:
         owner: a ``DTensor``.

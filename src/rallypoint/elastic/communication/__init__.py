@@ -1,1 +1,1 @@
-"""Between ranks, across losses: process groups that outlive their members, and notes."""
+"""Communication between ranks across losses: process groups that outlive their members, and notes."""

@@ -1,4 +1,4 @@
-"""Small notes between the ranks of a session, without collectives: in the workers' store."""
+"""Small notes between the ranks of a session, left in the workers' store, without collectives."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Board(Protocol):
         """Remove a note."""
 
     def peek(self, key: str) -> bytes | None:
-        """A note; None if it is not there yet."""
+        """A note; None if it does not exist yet."""
 
     def await_note(self, key: str, timeout: float) -> bytes:
-        """A note. Blocks: until it is there.
+        """A note. Blocks: until it exists.
 
         Raises:
             RuntimeError or OSError: it did not appear in time, or the store is gone.
@@ -39,7 +39,7 @@ class Board(Protocol):
 
 
 class _Workers:
-    """In the store of a job's workers, also after another node has begun to serve it.
+    """Notes in the store of a job's workers, even after another node has started to serve it.
 
     Args:
         address: tells where the store is.
@@ -69,7 +69,7 @@ class _Workers:
 
 
 class _Default:
-    """In the store that ``init_process_group`` was given, under other launchers."""
+    """Notes in the store that ``init_process_group`` was given, under other launchers."""
 
     def __init__(self) -> None:
         # A clone, because a store's client can do nothing else while it waits.
@@ -90,12 +90,12 @@ class _Default:
 
 
 def boards(address: Callable[[], tuple[str, int]] | None) -> Callable[[], Board] | None:
-    """Makes boards, one for each thread; None where this process is the only rank.
+    """A function that makes boards, one for each thread; None if this process is the only rank.
 
     Args:
-        address: tells where the store of the workers is; None under other launchers.
+        address: tells where the workers' store is; None under other launchers.
     Raises:
-        ElasticError: it has peers, but no process group.
+        ElasticError: this process has peers, but no process group.
     """
     variables = environment.snapshot()
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
 """NCCL's communicators, which can be aborted from another thread: every kernel that waits for a lost member then ends.
 
-torch's own way after a loss is to end the process, a minute later. Here the supervisor tells of a loss, so torch's watchdog is told
-to do nothing about one; the abort is ours, and so is the time-out of a collective that never ends.
+On its own, torch would end the process a minute after a loss. Here the supervisor reports a loss, so torch's watchdog is told to
+do nothing about one. This module aborts the communicator, and times out a collective that never ends.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rallypoint.elastic import torch_private
 from .works import Lives, attended
 
 
-# What torch reads when it makes a communicator.
+# Variables that torch reads when it makes a communicator.
 _OURS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else the watchdog ends the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # the watchdog's watchdog, which ends the process, too
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # After an error the watchdog sleeps four times as long, and whoever drops the group waits for it. Milliseconds.
+    # After an error the watchdog sleeps four times this long, and whoever drops the group waits for it. Milliseconds.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
 
@@ -61,7 +61,7 @@ class Communicator:
         Collective: all members.   Blocks: until they are connected.
         Args:
             device: this rank's.
-            lives: at their end it is given up.
+            lives: connecting is given up when they end.
         Raises:
             RuntimeError: a member is lost.
         """
@@ -75,7 +75,7 @@ class Communicator:
         attended(meet, lives)
 
     def abort(self) -> None:
-        """End everything that waits, from any thread. Does not block: what NCCL cleans up, it cleans up in a thread."""
+        """End everything that waits, from any thread. Does not block: NCCL's clean-up runs in a thread."""
         with self._lock:
             held, self._held = self._held, []
         if held:
@@ -84,7 +84,7 @@ class Communicator:
             ).start()
 
     def hand_over(self) -> list[Any]:
-        """The group is dropped: its backend, if it was not aborted."""
+        """Return the backend if it was not aborted, as the group is being dropped."""
         with self._lock:
             held, self._held = self._held, []
         return held
@@ -96,7 +96,7 @@ def _abort(held: list[Any]) -> None:
 
 
 class Alarm:
-    """Calls a function if a wait on the GPU takes too long: CUDA has no wait with a time-out. One thread, for one wait at a time."""
+    """Calls a function if a wait for the GPU takes too long: CUDA has no wait with a time-out. One thread, one wait at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -106,7 +106,7 @@ class Alarm:
         self._has_rung = False
 
     def set(self, seconds: float, function: Callable[[], None]) -> None:
-        """In so many seconds, unless :meth:`stop` comes first."""
+        """Call the function in this many seconds, unless :meth:`stop` is called first."""
         now = clock.MONOTONIC.now()
         with self._changed:
             self._due, self._function, self._has_rung = now + seconds, function, False
@@ -117,13 +117,13 @@ class Alarm:
                 self._changed.notify_all()
 
     def stop(self) -> bool:
-        """Returns whether it has rung."""
+        """Stop the alarm. Returns whether it has rung."""
         with self._changed:
             self._due = self._function = None
             return self._has_rung
 
     def _run(self) -> None:
-        # It goes on sleeping when a wait ends in time, as the next one is due later: a wake-up for each would cost every step.
+        # It keeps sleeping when a wait ends in time, as the next one is due later: a wake-up for each wait would cost every step.
         with self._changed:
             while True:
                 now = clock.MONOTONIC.now()

@@ -1,8 +1,8 @@
 """The connections of groups, which can be shut from another thread: every collective that waits on them then raises at once.
 
-Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux tells what
-an epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, also those that Gloo opened later,
-and no socket that belongs to anybody else.
+Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux shows what an
+epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, including those that Gloo opens later, and
+no others.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .forming_store import FormingStore
 from .works import Lives
 
 
-# Seconds that the connections of one group may take. A member that dies in the middle is reported by its supervisor; this is for
-# the moment in which Gloo waits for a member that will not come, and nothing can wake it.
+# Seconds that connecting one group may take. A member that dies meanwhile is reported by its supervisor; this is for the moment
+# when Gloo waits for a member that will not come, and nothing can wake it.
 FORMING = 10.0
-# Seconds in which Gloo wakes those who wait for connections that were shut.
+# Seconds in which Gloo wakes the threads that wait on connections that were shut.
 PATIENCE = 0.2
 # Seconds for a connection to a listener of this process.
 KNOCKING = 1.0
-# How Gloo's side that connects names the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
+# What Gloo's connecting side sends to name the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
 _PAIR = struct.Struct("=q")
-# Seconds for a connection to the workers' store, and until the next attempt.
+# Seconds for connecting to the workers' store, and between two attempts.
 STORE_PATIENCE = 15.0
 STORE_AGAIN = 0.1
 _CUT = "a member was lost while the group formed"
@@ -67,7 +67,7 @@ class Wiring:
         host: where the workers' store is served.
         port: its port.
         prefix: of the keys under which the members find each other; the same on all of them, and never used before.
-        generation: whose connections they are.
+        generation: the one that the connections are for.
     """
 
     def __init__(self, host: str, port: int, prefix: str, generation: int = 0) -> None:
@@ -75,21 +75,21 @@ class Wiring:
         self._address = host, port
         self._prefix = prefix
         self._lock = forks.Lock()
-        # Held while the store is reached; not by :meth:`cut`, which must not wait for that.
+        # Held while connecting to the store; not taken by :meth:`cut`, which must not wait for that.
         self._reaching = forks.Lock()
         self._under_way: socket.socket | None = None  # to the store, being connected
         self._cutting = threading.Event()
         self._devices: list[_Device] = []
-        self._pairs = 0  # at most as many connections were awaited so far
+        self._pairs = 0  # upper bound of the connections awaited so far
         self._forming = 0  # groups that are being connected
-        self._formed: dict[str, int] = {}  # how often under each name
+        self._formed: dict[str, int] = {}  # how many groups were formed under each name
         self._cut_at: float | None = None
         self.lives = Lives()
         self._client: TcpStore | None = None
-        self._store: Any = None  # c10d's view of it: torch's stubs know no Store
+        self._store: Any = None  # c10d's view of it: torch's stubs have no Store
         self._forming_store: FormingStore | None = None
-        self._gloo_store: Any = None  # c10d's view of that
-        self._patient: Any = None  # the same over a connection of its own, for NCCL
+        self._gloo_store: Any = None  # c10d's view of the forming store
+        self._patient: Any = None  # the workers' store over a connection of its own, for NCCL
         self._communicators: list[Communicator] = []
 
     @property
@@ -97,7 +97,7 @@ class Wiring:
         return self._cutting.is_set()
 
     def store(self) -> TcpStore:
-        """The connection to the workers' store. Blocks until it is there.
+        """The connection to the workers' store. Blocks until it is established.
 
         Raises:
             RendezvousConnectionError: no store answers, or the wiring was cut.
@@ -116,19 +116,19 @@ class Wiring:
         return self.store().get(f"{self._prefix}/{key}", timeout)
 
     def wait_all(self, keys: Sequence[str], timeout: float) -> list[bytes]:
-        """As :meth:`wait`, for several."""
+        """Like :meth:`wait`, for several keys."""
         return self.store().get_all([f"{self._prefix}/{key}" for key in keys], timeout)
 
     def gather(self, size: int, timeout: float, name: str = "") -> None:
-        """Wait until all members have called this. Once for each name.
+        """Wait until all members have called this. Each name can be used once.
 
         Args:
-            size: how many there are.
+            size: how many members there are.
             timeout: in seconds.
-            name: of what they come for.
+            name: of the group that they gather for; empty: a meeting.
         Raises:
-            TimeoutError: so many have not come in time.
-            RendezvousConnectionError: as :meth:`wait`.
+            TimeoutError: not all have arrived in time.
+            RendezvousConnectionError: as for :meth:`wait`.
         """
         place = f"{name}/" if name else ""
         here = self.store().add(f"{self._prefix}/{place}gathered", 1)
@@ -163,8 +163,8 @@ class Wiring:
         Collective: all members call it with the same ``name``, ``size`` and ``backends``.   Blocks: until all are connected; NCCL
         connects them later (:meth:`.Communicator.connect`).
         Args:
-            name: of the group. No two groups with a member in common are connected under one name at once; one that was destroyed
-                leaves it to another with the same members.
+            name: of the group. Groups that share a member must not be connected under the same name at once; after a group is
+                destroyed, another with the same members may use its name.
             rank: of this process within the group.
             size: number of members.
             timeout: of its collectives.
@@ -172,7 +172,7 @@ class Wiring:
             options: torch's for NCCL, or None.
             have_met: all members are about to call this.
         Raises:
-            TimeoutError: not all came within the group's time-out.
+            TimeoutError: not all arrived within the group's time-out.
             RuntimeError: a member is gone, or the wiring was cut; raised by torch.
             RendezvousConnectionError: the store is gone, or the wiring was cut.
         """
@@ -180,7 +180,7 @@ class Wiring:
             count = self._formed[name] = self._formed.get(name, 0) + 1
         name = f"{name}/{count}"
         if not have_met:
-            # They come from different places of the script, and may be minutes apart: Gloo begins when all are there.
+            # Members may be in different places of the script, and arrive minutes apart: Gloo starts once all have arrived.
             self.gather(size, timeout.total_seconds(), name)
         prefix, kinds = f"{self._prefix}/{name}", set(backends.values())
         gloo = self._gloo(prefix, rank, size, timeout) if "gloo" in kinds else None
@@ -221,7 +221,7 @@ class Wiring:
     ) -> Communicator:
         with self._reaching:
             if self._patient is None:
-                # Its members meet in their first collective, which some may reach late.
+                # NCCL's members find each other in their first collective, which some may reach late.
                 client = self._reach_store()
                 with self._lock:
                     self._patient = c10d_store(client, timeout.total_seconds())
@@ -235,18 +235,18 @@ class Wiring:
         return made
 
     def forget(self, communicator: Communicator) -> None:
-        """Its group is dropped."""
+        """A communicator's group is dropped."""
         with self._lock:
             self._communicators = [each for each in self._communicators if each is not communicator]
 
     def cut(self) -> None:
-        """Shut everything down, from any thread. Calls that wait on it raise.
+        """Shut everything down, from any thread. Calls that wait on these connections raise.
 
-        Called again, it shuts what was opened meanwhile. After :data:`PATIENCE`, calls that Gloo has not woken raise, too.
+        Another call shuts what was opened meanwhile; after :data:`PATIENCE`, it also ends calls that Gloo has not woken.
         """
         self._cutting.set()
         if (under_way := self._under_way) is not None:
-            with suppress(OSError):  # it has not begun, or has failed
+            with suppress(OSError):  # it has not started connecting, or has failed
                 under_way.shutdown(socket.SHUT_RDWR)
         now = clock.MONOTONIC.now()
         with self._lock:
@@ -277,16 +277,16 @@ class Wiring:
         self._close_if_cut()
 
     def _close_if_cut(self) -> None:
-        """What was opened while another thread cut."""
+        """Close what was opened while another thread was cutting."""
         if self.is_cut:
             self.cut()
             raise RendezvousConnectionError(_CUT)
 
     def _reach_store(self) -> TcpStore:
-        """A new connection. A host that was cut off finds the others unreachable for a moment after it is not any more.
+        """A new connection. Retries: a host whose network was down still finds others unreachable for a moment afterwards.
 
         Raises:
-            RendezvousConnectionError: no store answers, or the wiring is cut, also meanwhile.
+            RendezvousConnectionError: no store answers, or the wiring is cut before or meanwhile.
         """
         deadline = clock.Deadline(STORE_PATIENCE)
         try:
@@ -311,8 +311,8 @@ class _Device:
     """A Gloo device: a listener, and the thread that serves all its connections."""
 
     def __init__(self, interface: str = "") -> None:
-        # Inodes, not descriptors: an older device may end meanwhile, and its numbers be used again. Another thread may
-        # open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
+        # Inodes, not descriptors: an older device may end meanwhile, and its descriptor numbers be reused. Another thread
+        # may open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
         before = _sockets()
         self.handle = torch_private.gloo_device(interface)
         new = _sockets() - before
@@ -330,9 +330,9 @@ class _Device:
         """Shut all connections.
 
         Args:
-            pairs: at least as many as are awaited. A member that dies while a group forms leaves the others waiting for
-                its connection, which has no socket yet. They get one from here, with the number by which Gloo
-                knows the pair, and closed at once.
+            pairs: upper bound of the connections awaited. A member that dies while a group forms leaves the others waiting
+                for its connection, which has no socket yet. So this process connects to itself in the member's place,
+                with the number by which Gloo knows the pair, and closes that connection at once.
         """
         for epoll in self._epolls:
             for fd, inode in _watched(epoll).items():
@@ -342,7 +342,7 @@ class _Device:
 
 
 def _devices() -> list[_Device]:
-    """As torch chooses them: the interfaces of ``GLOO_SOCKET_IFNAME``, else the address of this host's name."""
+    """The devices that torch would choose: the interfaces of ``GLOO_SOCKET_IFNAME``, else the address of this host's name."""
     names = environment.snapshot().get("GLOO_SOCKET_IFNAME", "")
     interfaces = [name for name in names.split(",") if name]
     return [_Device(name) for name in interfaces] or [_Device()]
@@ -397,14 +397,14 @@ def _listens(fd: int) -> bool:
 
 
 def _shut(fd: int, inode: int) -> Any:
-    """Shut a connected socket down. A listener stays, as Gloo ends the process if it fails: returns its address."""
+    """Shut a connected socket down. A listener stays open, as Gloo ends the process if it fails: returns its address."""
     with _copied(fd) as copy:
         if copy is None or os.fstat(copy.fileno()).st_ino != inode:
-            return None  # closed meanwhile, and its number may be another file's
+            return None  # closed meanwhile, and the descriptor may belong to another file
         try:
             if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return copy.getsockname()
-            # Gloo closes it once it has read all. Were it not writable meanwhile, Gloo would forget what it has to send.
+            # Gloo closes it once it has read everything. If it were not writable until then, Gloo would drop unsent data.
             copy.shutdown(socket.SHUT_RD)
         except OSError:
             pass  # closed by the peer
@@ -412,7 +412,7 @@ def _shut(fd: int, inode: int) -> Any:
 
 
 def _knock(address: Any, number: int) -> None:
-    """Connect to a listener of this process as one of the pairs that Gloo awaits, and close."""
+    """Connect to a listener of this process as one of the pairs that Gloo awaits, then close the connection."""
     try:
         with socket.create_connection(address[:2], timeout=KNOCKING) as knock:
             knock.sendall(_PAIR.pack(number))
@@ -422,7 +422,7 @@ def _knock(address: Any, number: int) -> None:
 
 @contextmanager
 def _copied(fd: int) -> Iterator[socket.socket | None]:
-    """A copy of a socket's descriptor; None if it is no socket, or closed."""
+    """A duplicate of a socket's descriptor; None if it is not a socket, or closed."""
     try:
         copy = os.dup(fd)
     except OSError:

@@ -1,4 +1,4 @@
-"""The workers' store as Gloo sees it while a group is formed: few requests, where Gloo asks for one rank's address after the other."""
+"""The workers' store as Gloo sees it while forming a group: needs fewer requests, though Gloo asks for one address at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _AT_ONCE = 512
 
 
 class FormingStore:
-    """A :class:`.Store` whose keys never change, and of which all keys of a group are read together.
+    """A :class:`.Store` for keys that never change, which reads all keys of a group together.
 
-    Gloo leaves each rank's address under ``…/RANK``, and reads those of all ranks in turn. What other names it might use, it would
-    find as well.
+    Gloo stores each rank's address under ``…/RANK``, and reads the addresses of all ranks in turn. Any other names that it might
+    use would work as well.
 
     Args:
-        store: which is asked.
+        store: the one that is asked.
     """
 
     def __init__(self, store: TcpStore) -> None:
@@ -27,11 +27,11 @@ class FormingStore:
         self._known: dict[str, bytes] = {}
 
     def expect(self, prefix: str, size: int) -> None:
-        """A group of so many ranks is formed, with keys of this prefix."""
+        """A group of this many ranks is being formed, with keys of this prefix."""
         self._sizes[prefix] = size
 
     def forget(self, prefix: str) -> None:
-        """It is formed, or was given up."""
+        """The group is formed, or was given up."""
         del self._sizes[prefix]
         self._known = {
             key: value for key, value in list(self._known.items()) if not key.startswith(prefix)
@@ -58,7 +58,7 @@ class FormingStore:
         return [known.get(key) for key in keys]
 
     def _others(self, key: str) -> list[str]:
-        """Under which the other ranks' addresses may be."""
+        """The keys under which the other ranks' addresses may be."""
         place, _, rank = key.rpartition("/")
         size = next(
             (size for prefix, size in list(self._sizes.items()) if key.startswith(prefix)), 0

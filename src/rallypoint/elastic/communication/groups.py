@@ -21,14 +21,14 @@ class Groups:
 
     Args:
         wiring: the connections of the first generation; None in a newcomer, whose groups answer from a record.
-        answerer: what takes the place of connections in a newcomer.
+        answerer: what a newcomer has in place of connections.
     """
 
     def __init__(self, wiring: Wiring | None, answerer: Answerer | None) -> None:
         self._wiring, self._answerer = wiring, answerer
         self._groups: list[KeptGroup] = []
         self._replica: int | None = (
-            None  # how many ranks one has, if there may be more or fewer replicas
+            None  # how many ranks a replica has, if the number of replicas may change
         )
         self._on_misfit: Callable[[], None] | None = None
         self.observer: Observer | None = None
@@ -45,15 +45,15 @@ class Groups:
         return self._wiring
 
     def forget_destroyed(self) -> None:
-        """Keep those only that torch still knows. The script is at the same place in all members."""
+        """Keep only the groups that torch still knows. The script is at the same place in all members."""
         self._groups = [each for each in self._groups if torch_private.is_known(each)]
 
     def install(self) -> None:
-        """From now on, the groups that this process makes with Gloo and NCCL are kept ones."""
+        """From now on, the groups that this process makes over Gloo and NCCL are :class:`.KeptGroup` objects."""
         torch_private.replace_group_factory(self._make)
 
     def connect(self, wiring: Wiring) -> None:
-        """Form all groups anew.
+        """Form all groups again.
 
         Collective: all members of the default group, which have just met.   Blocks: until all are connected.
         """
@@ -63,12 +63,12 @@ class Groups:
         self.connect_gpus()
 
     def take_timeouts(self, timeouts: Mapping[tuple[str, tuple[int, ...]], float]) -> None:
-        """Have these, in seconds, by name and members."""
+        """Set these time-outs, in seconds, given by name and members."""
         for group in self._groups:
             group.set_timeout(timedelta(seconds=timeouts[group.kept_name, group.members]))
 
     def connect_gpus(self) -> None:
-        """Connect those over NCCL, which does so in the first collective otherwise.
+        """Connect the groups over NCCL. Otherwise NCCL connects in the first collective.
 
         Collective: all members of the default group.   Blocks: until all are connected.
         """
@@ -76,7 +76,7 @@ class Groups:
             group.connect_gpus()
 
     def check(self) -> None:
-        """Whether what the GPU holds is right: nothing in it has come over a group that was aborted.
+        """Check that what the GPU holds is right: nothing in it has arrived over a group that was aborted.
 
         Raises:
             RuntimeError: a member is lost.
@@ -86,7 +86,7 @@ class Groups:
             raise RuntimeError(GIVEN_UP)
 
     def become(self, rank: int) -> None:
-        """In a spare, which has made only groups of all ranks, or keeps its rank: be another global rank from now on."""
+        """Become another global rank. For a spare, which has made only groups of all ranks or else keeps its rank."""
         for group in self._groups:
             group.become(group.members.index(rank))
 
@@ -96,12 +96,12 @@ class Groups:
         ranks_of_node: int,
         on_misfit: Callable[[], None],
     ) -> int | None:
-        """How many ranks a replica has, if there may be more or fewer of these from now on; None if the groups do not allow it.
+        """How many ranks a replica has, if the number of replicas may change from now on; None if the groups rule that out.
 
         Args:
-            split: those among whose members tensors are sharded.
+            split: the groups among whose members tensors are sharded.
             ranks_of_node: how many ranks are on this node.
-            on_misfit: called when a group is made later that does not allow it.
+            on_misfit: called when a group is made later that rules it out.
         """
         ranks = len(self._groups[0].members)
         members, parts = ([each.members for each in some] for some in (self._groups, split))
@@ -119,7 +119,7 @@ class Groups:
             group.span = span_of(group.members, size, ranks)
 
     def resize(self, rank: int, ranks: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. No group has connections."""
+        """There are this many ranks from now on, and this process is one of them. No group has connections."""
         assert self._replica is not None
         for group in self._groups:
             if group.span is None:

@@ -1,7 +1,7 @@
-"""Process groups that outlive their members: an outer group that everybody holds, over an inner one that is exchanged.
+"""Process groups that outlive their members: an outer group that everybody holds, around an inner one that is replaced.
 
 DDP, DeviceMesh, compiled graphs and variables of the script hold the outer group; after a loss, only the inner one is formed
-anew. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ code reaches it too.
+again. The outer one is a Python subclass of torch's ``ProcessGroup``, so C++ code calls it too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answerer(Protocol):
     """Takes over the operations of a group that has no connections."""
 
     def run(self, group: KeptGroup, operation: str, args: tuple[Any, ...]) -> dist.Work:
-        """Run one operation, and return its (finished) work. ``args`` as ``ProcessGroup``'s methods take them."""
+        """Run one operation, and return its (finished) work. ``args`` are those of ``ProcessGroup``'s methods."""
 
 
 # Called with an operation, its arguments and its work.
@@ -53,17 +53,17 @@ Observer = Callable[["KeptGroup", str, tuple[Any, ...], "dist.Work | None"], Non
 
 
 class KeptGroup(dist.ProcessGroup):
-    """A group whose connections can be exchanged.
+    """A group whose connections can be replaced.
 
     Args:
-        name: torch's name of it.
+        name: torch's name for it.
         rank: of this process in it.
         ranks: its members' global ranks, in the order of their group ranks.
         timeout: of its collectives.
         backends: ``gloo`` or ``nccl``, by the type of device.
-        is_for_session: the session talks over it, from the memory of one host to that of another.
+        is_for_session: the session itself sends tensors in host memory over it.
         options: torch's for NCCL, or None.
-        device: the GPU that the script has named; None: the present one.
+        device: the GPU that the script has named; None: the current one.
 
     Attributes:
         awaits: the script must not use a result of NCCL before it is known to be right.
@@ -81,19 +81,19 @@ class KeptGroup(dist.ProcessGroup):
         options: Any = None,
         device: torch.device | None = None,
     ) -> None:
-        # torch's stubs know only the form with a store, which a group of ours has no use for.
+        # torch's stubs know only the form with a store, which this class does not need.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.kept_name = name
         self._names = [name, ""]
         self.members = tuple(ranks)
-        self.setup_rank = rank  # that with which this process runs the script's set-up
-        self.span: Span | None = None  # of the replicas, where there may be more or fewer of these
+        self.setup_rank = rank  # the one with which this process runs the script's set-up
+        self.span: Span | None = None  # over the replicas, if their number may change
         self._rank, self._timeout = rank, timeout
         self._asked, self._options, self._device = dict(backends), options, device
         self._backends = {"cpu": "gloo", **backends} if is_for_session else self._asked
         self._lives: Lives | None = None  # of the inner group's connections
         self.inner: Any = None  # Any: dist.ProcessGroup lacks half its methods in torch's stubs
-        self._gloo: Any = None  # of its backends, what sends tensors of the host's memory
+        self._gloo: Any = None  # the one of its backends that sends tensors in host memory
         self._nccl: Communicator | None = None
         self._wiring: Wiring | None = None
         self.awaits = False
@@ -101,13 +101,13 @@ class KeptGroup(dist.ProcessGroup):
         self.answerer: Answerer | None = None
         self.observer: Observer | None = None
         self.before: Callable[[KeptGroup, str], None] | None = None
-        # Other arguments of a collective, or its work.
+        # Returns other arguments for a collective, or its work.
         self.amend: Callable[[KeptGroup, str, tuple[Any, ...]], Any] | None = None
         self.explain: Explain | None = None  # in a session
 
     @property
     def label(self) -> str:
-        """A name that no other group of the job has. Those of two replicas may share torch's: the set-up of one was that of the other."""
+        """A name unique in the job. Groups of two replicas may share torch's name, as one has replayed the other's set-up."""
         return f"{self.kept_name}@{self.members[0]}"
 
     def connect(self, wiring: Wiring, *, have_met: bool = False) -> None:
@@ -118,10 +118,10 @@ class KeptGroup(dist.ProcessGroup):
             wiring: the connections of this generation.
             have_met: all members are about to call this.
         Raises:
-            RuntimeError, RendezvousConnectionError: as :meth:`.Wiring.group`.
+            RuntimeError, RendezvousConnectionError: see :meth:`.Wiring.group`.
         """
         self._drop()
-        # torch begins to count anew once all groups are destroyed, and may give a name to other members then.
+        # Once all groups are destroyed, torch restarts its count, and may give the same name to a group of other members.
         members = zlib.crc32(repr(self.members).encode())
         name = f"{self.label}/{members}"
         made = wiring.group(
@@ -137,7 +137,7 @@ class KeptGroup(dist.ProcessGroup):
         return "nccl" in self._backends.values()
 
     def connect_gpus(self) -> None:
-        """Connect the members' present GPUs, if it is a group over NCCL.
+        """Connect the members' current GPUs, if the group is over NCCL.
 
         Collective: all members.   Blocks: until they are connected.
         Raises:
@@ -166,15 +166,15 @@ class KeptGroup(dist.ProcessGroup):
 
     @property
     def timeout(self) -> timedelta:
-        """Of its collectives. Scripts change it by torch's ``_set_pg_timeout``, which asks the group for its backends and tells these."""
+        """The collectives' time-out. Scripts change it by torch's ``_set_pg_timeout``, which sets it on the group's backends."""
         backend = self._gloo if self._nccl is None else self._nccl.present
         return self._timeout if backend is None else torch_private.timeout_of(backend)
 
     def barrier_now(self) -> None:
-        """Wait for all members, past what stands in for the connections.
+        """Wait for all members, over the connections even if there is an answerer.
 
         Raises:
-            RuntimeError: one is lost.
+            RuntimeError: a member is lost.
         """
         assert self._lives is not None
         KeptWork(self._gloo.barrier(), self._lives).wait()
@@ -186,7 +186,7 @@ class KeptGroup(dist.ProcessGroup):
             work.wait(self._timeout)
 
     def receive_now(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into a contiguous tensor, on any device.   Blocks: until it is there. Called in :meth:`transfer`."""
+        """Receive into a contiguous tensor, on any device.   Blocks: until it has arrived. Called in :meth:`transfer`."""
         place = tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu")
         self._gloo.recv([place], source, 0).wait(self._timeout)
         if place is not tensor:
@@ -197,7 +197,7 @@ class KeptGroup(dist.ProcessGroup):
 
         Raises:
             RuntimeError: a member is lost.
-            Exception: as the function.
+            Exception: whatever the function raises.
         """
         assert self._lives is not None
         if not torch_private.cuda_is_in_use():
@@ -206,8 +206,8 @@ class KeptGroup(dist.ProcessGroup):
         device = torch.cuda.current_device()
 
         def run() -> T:
-            # A thread has a device and streams of its own: what was given to the others' comes first, and what it does is over
-            # before they go on.
+            # This thread has its own current device and streams: earlier work of other threads must be done before it starts, and
+            # its work must be done before they continue.
             with torch.cuda.device(device):
                 torch.cuda.synchronize()
                 result = function()
@@ -219,7 +219,7 @@ class KeptGroup(dist.ProcessGroup):
     def run(
         self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dist.Work | None:
-        """One of torch's operations. Returns its work; None if it is in the current stream already, as NCCL's that are not ``async_op``."""
+        """Run one of torch's operations. Returns its work, or None if it is in the current stream (NCCL without ``async_op``)."""
         if self.amend is not None:
             amended = self.amend(self, operation, (*args, *kwargs.values()))
             if isinstance(amended, dist.Work):
@@ -263,10 +263,10 @@ class KeptGroup(dist.ProcessGroup):
         return any(tensor.is_cuda for tensor in flat(args))
 
     def _on_stream(self, work: dist.Work | None, *, brings: bool = True) -> dist.Work | None:
-        """What is returned for NCCL's work. Without one, the operation is in the current stream already.
+        """What to return for NCCL's work. Without a work, the operation is already in the current stream.
 
         Args:
-            brings: anything to this rank.
+            brings: whether it brings anything to this rank.
         """
         if not (self.awaits and brings):
             return None if work is None else StreamWork(work, self._refuse_after_loss)
@@ -283,11 +283,11 @@ class KeptGroup(dist.ProcessGroup):
         return None
 
     def _settle(self, timeout: timedelta | None) -> None:
-        """Wait until everything that was given to the GPU so far is done, and right.
+        """Wait until all work queued on the GPU so far is done, and check that its results are right.
 
         Raises:
             MembershipChanged: a member is lost, in a session.
-            RuntimeError: it takes longer than ``timeout``, or than the group's.
+            RuntimeError: it takes longer than ``timeout``, or than the group's time-out.
         """
         seconds = (timeout or self.timeout).total_seconds()
         is_in_time = self._stream.wait(seconds, self._abort)
@@ -302,7 +302,7 @@ class KeptGroup(dist.ProcessGroup):
         self._check()
 
     def _check(self) -> None:
-        """Whether what has come over the connections so far is right.
+        """Check that what has arrived over the connections so far is right.
 
         Raises:
             MembershipChanged: a member is lost, in a session.
@@ -325,7 +325,7 @@ class KeptGroup(dist.ProcessGroup):
         return self._on_stream(work) if self.has_nccl else work
 
     def _explained(self, error: BaseException | None) -> Exception | None:
-        """By the session that is under way. A work that never ends must not hold one that is over, and with it the model."""
+        """Ask the current session to explain. A work that never ends must not keep a finished session and its model alive."""
         return None if self.explain is None else self.explain(error)
 
     def _begun(self, operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
@@ -342,7 +342,7 @@ class KeptGroup(dist.ProcessGroup):
         return done(None)
 
     def rank(self) -> int:
-        """Of this process in the group. The script may keep it."""
+        """This process's rank in the group. The script may store it."""
         rank_watch.note()
         return self._rank
 
@@ -358,22 +358,22 @@ class KeptGroup(dist.ProcessGroup):
         return len(self.members)
 
     def become(self, rank: int) -> None:
-        """Be another rank from now on, as if it had run the set-up."""
+        """Become another rank, as if this process had run the set-up as that rank."""
         self._rank = self.setup_rank = rank
 
     def resize(self, rank: int, members: Sequence[int]) -> None:
-        """Without connections: be this rank of these from now on.
+        """Have this rank and these members from now on. The group must have no connections.
 
         Args:
             rank: of this process, in the group.
-            members: global ranks.
+            members: their global ranks.
         """
         self._rank, self.members = rank, tuple(members)
         torch_private.set_members(self, self.members)
 
-    # -- what is not a collective ------------------------------------------------------------------
+    # -- other than collectives --------------------------------------------------------------------
 
-    # torch keeps a group's name with its backend, which this one lacks. C++ looks for these four names.
+    # torch keeps a group's name in its backend, which this group lacks. C++ looks for these four names.
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._names[0] = name
 
@@ -395,7 +395,7 @@ class KeptGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # Where torch puts objects that it sends. The session's own way is not told.
+        # Where torch puts objects that it sends. The backend that only the session uses is left out.
         return [torch.device(each) for each in self._asked] if self.has_nccl else [_CPU]
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -429,7 +429,7 @@ def _passed_on(name: str, otherwise: Any) -> Callable[..., Any]:
     return call
 
 
-# By the names that Python and C++ call them by.
+# Under the names by which Python and C++ call them.
 for _name in (*torch_private.COLLECTIVES, *torch_private.POINT_TO_POINT):
     setattr(KeptGroup, _name, _operation(_name))
 for _name, _otherwise in torch_private.PASSED_ON.items():

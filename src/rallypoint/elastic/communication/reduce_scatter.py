@@ -1,7 +1,7 @@
 """A reduce-scatter over Gloo that can be waited for in slices.
 
-torch makes one of all-reduces of copies, too, but waits for them without a time, whatever time it is given
-(``ProcessGroupGloo.cpp``, ``LambdaWork``). The results are the same to the bit.
+torch, too, builds one from all-reduces of copies, but waits for them without a time-out, whatever it is given
+(``ProcessGroupGloo.cpp``, ``LambdaWork``). The results are bit-identical.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import Tensor
 from rallypoint._core.clock import Deadline
 
 
-# Seconds: torch takes none for no limit.
+# Seconds: torch takes 0 as no limit.
 _SHORTEST = 0.001
 
 AllReduce = Callable[[list[Tensor], dist.AllreduceOptions], dist.Work]
 
 
 def begun(all_reduce: AllReduce, rank: int, size: int, args: Sequence[Any]) -> dist.Work | None:
-    """Begin one of torch's five reduce-scatters.
+    """Start one of torch's five reduce-scatters.
 
     Args:
-        all_reduce: of the group.
+        all_reduce: the group's.
         rank: of this process in the group.
         size: of the group.
-        args: the outputs, the inputs, and options. A tensor and a tensor, lists of both, a list and a list of lists, or a tensor
-            and a list.
+        args: the outputs, the inputs, and options. Outputs and inputs are a tensor and a tensor, two lists of tensors, a list
+            and a list of lists, or a tensor and a list.
 
     Returns:
-        Its work; None: torch refuses these tensors, and says why.
+        Its work; None if torch refuses these tensors, and will say why.
     """
     outputs, inputs, *options = args
     pairs = list(_pairs(outputs, inputs))
@@ -73,7 +73,7 @@ def _fit(output: Tensor, given: Any, size: int) -> bool:
 
 
 def _options(given: Sequence[Any]) -> dist.AllreduceOptions:
-    """From those of a reduce-scatter, or an operation and a time."""
+    """All-reduce options from those of a reduce-scatter, or from an operation and a time-out."""
     asked = dist.AllreduceOptions()
     for each in given:
         if isinstance(each, dist.ReduceScatterOptions):
@@ -86,7 +86,7 @@ def _options(given: Sequence[Any]) -> dist.AllreduceOptions:
 
 
 class ReduceScatter(dist.Work):
-    """All-reduces, of whose results this rank takes its parts.
+    """All-reduces, from whose results this rank takes its parts.
 
     Args:
         works: the all-reduces.
@@ -103,7 +103,7 @@ class ReduceScatter(dist.Work):
         return self._failed is not None or all(each.is_completed() for each in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the outputs are right.
+        """Block until the outputs are complete.
 
         Raises:
             RuntimeError: it failed, or did not end in time.
@@ -111,7 +111,7 @@ class ReduceScatter(dist.Work):
         if self._failed is not None:
             return self._failed.wait()
         deadline = Deadline(timeout.total_seconds() if timeout else None)
-        # One that has failed is not waited for after the others.
+        # Completed ones first: one that has failed raises without waiting for the others.
         for each in sorted(self._works, key=lambda work: not work.is_completed()):
             self._wait(each, deadline.remaining())
         for output, part in self._parts:
@@ -128,7 +128,7 @@ class ReduceScatter(dist.Work):
         except RuntimeError:
             if not work.is_completed():
                 raise
-            # The time may have ended at this very moment: this returns at once, or raises what went wrong.
+            # The work may have ended just as the time did: this returns at once, or raises what went wrong.
             self._failed = work
             work.wait()
             self._failed = None

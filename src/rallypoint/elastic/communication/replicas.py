@@ -1,8 +1,8 @@
-"""How groups and meshes lie over the replicas of a job, and what becomes of them with more or fewer of these: decisions only.
+"""How groups and meshes are laid out over a job's replicas, and how they change with the number of replicas: decisions only.
 
-A replica is a block of ranks that have the whole state together: one rank with data parallelism alone, those of a tensor-parallel
-model, or those among which FSDP shards it (HSDP). Replicas are lost and come as a whole, with the nodes that they are on. A group has
-either members of one replica only, or ranks of all: then more replicas give it more members.
+A replica is a block of ranks that together hold the whole state: one rank with data parallelism alone, the ranks of a
+tensor-parallel model, or the ranks among which FSDP shards the state (HSDP). Replicas leave and join whole, with their nodes.
+A group has either members of one replica only, or ranks of all replicas: then more replicas give it more members.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How a sequence of ranks lies over the replicas.
+    """How a sequence of ranks is laid out over the replicas.
 
     Args:
         places: of its members within a replica.
-        is_over_all: it has the ranks at these places of all replicas, one replica after the other; False: those of one replica.
+        is_over_all: it has the ranks at these places of all replicas, one replica after another; False: those of one replica.
     """
 
     places: tuple[int, ...]
@@ -28,8 +28,8 @@ class Span:
 
         Args:
             size: how many ranks a replica has.
-            rank: that of this process, which is of the same replica as the members if they are of one.
-            ranks: how many there are.
+            rank: this process's, which is in the same replica as the members if they are all in one.
+            ranks: how many ranks there are.
         """
         first = rank - rank % size
         firsts = range(0, ranks, size) if self.is_over_all else (first,)
@@ -37,12 +37,12 @@ class Span:
 
 
 def span_of(members: Sequence[int], size: int, ranks: int) -> Span | None:
-    """How ranks lie over replicas, of which there are at least two; None if in neither of the two ways.
+    """How ranks are laid out over at least two replicas; None if in neither of the two ways.
 
     Args:
         members: global ranks.
         size: how many ranks a replica has.
-        ranks: how many there are.
+        ranks: how many ranks there are.
     """
     first = members[0] - members[0] % size
     within = tuple(rank - first for rank in members)
@@ -58,15 +58,15 @@ def replica_size(
     ranks: int,
     ranks_of_node: int,
 ) -> int | None:
-    """How many ranks a replica has: as few as can be.
+    """How many ranks a replica has: the smallest possible number.
 
     Args:
         groups: members of all groups.
-        split: members of those among which tensors are sharded.
-        ranks: how many there are.
-        ranks_of_node: how many of them are on this node: whole replicas.
+        split: members of the groups among which tensors are sharded.
+        ranks: how many ranks there are.
+        ranks_of_node: how many of them are on this node, which must hold whole replicas.
     Returns:
-        The number; None if there are no two replicas, or one is on more than one node.
+        The number; None if there are fewer than two replicas, or a replica spans several nodes.
     """
     if not split and all(len(each) == ranks for each in groups):
         return 1

@@ -1,8 +1,8 @@
-"""The collectives of a script's set-up, recorded, and answered from the record in a process that takes a lost rank over.
+"""The collectives of a script's set-up, recorded, and answered from the record in a process that takes over a lost rank.
 
 A newcomer runs the script from its first line. Until it enters the session, nobody takes part in its collectives: the others are
-in the middle of training. Each gets the result that this rank got at the first start. Large tensors are not recorded
-(parameters that DDP broadcasts, say): there the newcomer keeps its own, and gets the others' state in the session.
+busy training. Each collective gets the result that this rank got at the first start. Large tensors are not recorded
+(parameters that DDP broadcasts, for example): there the newcomer keeps its own, and gets the others' state in the session.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._results: dict[str, list[tuple[str, list[bytes] | None]]] = {}
-        # Messages are each rank's own: another one has sent what this one has received.
+        # Messages are each rank's own: one rank sends what another receives.
         self._messages: dict[str, list[tuple[str, list[bytes] | None]]] = {}
         self._groups: dict[str, KeptGroup] = {}
         self._size = 0
@@ -44,8 +44,8 @@ class Recorder:
     def observe(
         self, group: KeptGroup, operation: str, args: tuple[Any, ...], work: dist.Work | None
     ) -> None:
-        """Take down an operation's result. Blocks: until it is there; but for messages, whose end may depend on what the script does
-        next."""
+        """Record an operation's result. Blocks: until it is available, except for messages, which may end only after what the
+        script does next."""
         self._groups[group.kept_name] = group
         if operation in torch_private.POINT_TO_POINT:
             self._observe_message(group.kept_name, operation, args, work)
@@ -66,7 +66,7 @@ class Recorder:
 
         def received() -> None:
             if (data := self._data(args)) is not None:
-                # NCCL does not tell, but whoever receives over it has named the sender.
+                # NCCL does not report the sender, but a receive over NCCL has named it.
                 source = work.source_rank() if isinstance(work, KeptMessage) else args[1]
                 messages[at] = operation, [*data, str(source).encode()]
 
@@ -81,9 +81,9 @@ class Recorder:
         return [bytes_of(each) for each in tensors]
 
     def parts(self) -> dict[str, bytes]:
-        """The record, by the key under which this process stores it.
+        """The parts of the record, by the keys under which this process stores them.
 
-        What all members of a group got is stored by its first member, what only this rank got under its rank.
+        What all members of a group got is stored by its first member; what only this rank got is stored under its rank.
         """
         found: dict[str, bytes] = {}
         for name, results in self._results.items():
@@ -168,10 +168,10 @@ class Replay:
 
 
 class Scripted:
-    """Answers broadcasts with given tensors, one after the other.
+    """Answers broadcasts with given tensors, one after another.
 
     Args:
-        values: int32 values of each.
+        values: the int32 values of each tensor.
     """
 
     def __init__(self, values: Sequence[Sequence[int]]) -> None:
@@ -182,7 +182,7 @@ class Scripted:
             raise ElasticError(f"unexpected {operation} while DDP's layout is restored")
         tensor, values = args[0][0], self._values.pop(0)
         given = torch.tensor(values, dtype=tensor.dtype)
-        # DDP's tensor may be longer: it is read from both ends. Its last element is the last one given.
+        # DDP's tensor may be longer, and DDP reads it from both ends: its last element is the last value given.
         tensor[: len(values) - 1].copy_(given[:-1])
         tensor[-1].copy_(given[-1])
         return done(args[0])
@@ -196,7 +196,7 @@ class Unchanged:
 
 
 def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
-    """Work of a collective in which nobody else takes part: what is gathered or scattered is this rank's, or zero."""
+    """The work of a collective in which nobody else takes part: what is gathered or scattered is this rank's, or zero."""
     if operation in torch_private.IN_PLACE or len(args) < 2:
         return done(args[0] if args else None)
     inputs = list(flat(args[1])) if isinstance(args[1], (list, tuple, torch.Tensor)) else []
@@ -211,7 +211,7 @@ def alone(operation: str, args: tuple[Any, ...]) -> dist.Work:
 
 
 def keys(name: str, rank: int) -> tuple[str, ...]:
-    """The keys of what a rank got in a group, by the group's name and its rank there. Any may be missing in the store."""
+    """The keys of what a rank got in a group, by the group's name and the rank in it. Any of them may be missing in the store."""
     return _shared_key(name), _own_key(name, rank), _messages_key(name, rank)
 
 
@@ -234,7 +234,7 @@ def _messages_key(name: str, rank: int) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor, on any device."""
-    # Called for each buffer before each collective, where a call that does nothing counts.
+    # Called for each buffer before each collective, where even a call without effect adds up.
     flat = (tensor if tensor.is_cpu else tensor.detach().cpu()).contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.nbytes)
 

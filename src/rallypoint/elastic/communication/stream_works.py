@@ -1,8 +1,8 @@
-"""Collectives of NCCL, which run on the GPU: the call has returned long before they end.
+"""NCCL's collectives, which run on the GPU: the call returns long before they end.
 
-After a loss they are aborted, and end with anything in their tensors. So what they bring must not reach parameters before it is
-known to be right. Where all ranks have the state (:mod:`.replicated`), nobody could bring back what was lost that way: there, the CPU waits for
-the GPU before the script goes on with results, which is once behind each backward pass. With snapshots it need not.
+After a loss they are aborted, and leave anything in their tensors. So their results must not reach parameters before they are
+known to be right. With replicated state (:mod:`.replicated`), nobody could undo such damage, so the CPU waits for the GPU before
+the script uses results, which is once after each backward pass. With snapshots it need not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .communicators import Alarm
 from .works import WrappedWork
 
 
-# Called where results are about to be used; blocks until they are right. Takes a time-out, or None for the group's.
+# Called before results are used; blocks until they are known to be right. Takes a time-out, or None for the group's.
 Settle = Callable[[timedelta | None], None]
 
 
@@ -32,7 +32,7 @@ class StreamWork(WrappedWork):
         settle: see above; None: nobody has to wait.
 
     Attributes:
-        observer: called once the current stream waits for it.
+        observer: called once the current stream waits for the work.
     """
 
     def __init__(self, inner: dist.Work, settle: Settle | None) -> None:
@@ -41,13 +41,13 @@ class StreamWork(WrappedWork):
         self.observer: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait for it; where results must be right before they are used, block until it has ended.
+        """Have the current stream wait for it. If results must be known to be right before use, block until it has ended.
 
         Raises:
             MembershipChanged: a member is lost, in a session.
             RuntimeError: it did not end in time.
         """
-        # NCCL would poll for its end with a time-out, and abort by itself.
+        # With a time-out, NCCL would poll for its end, and abort on its own.
         self._inner.wait()
         settle, self._settle = self._settle, None  # DDP holds works, and this holds the session
         if settle is not None:
@@ -67,28 +67,28 @@ class Stream:
     _alarm = Alarm()
 
     def __init__(self) -> None:
-        self._pass: int | None = None  # the last backward pass behind which something is called
+        self._pass: int | None = None  # the last backward pass after which something is called
 
     def call_behind_backward(self, function: Callable[[], None]) -> bool:
-        """In a backward pass: call a function behind it, before the script goes on. Returns False outside of one.
+        """In a backward pass: call a function at its end, before the script continues. Returns False outside of one.
 
-        Called again in the same pass, it does nothing.
+        Further calls in the same pass do nothing.
         """
         number = torch_private.backward_under_way()
         if number is None:
             return False
         if number != self._pass:
             self._pass = number
-            # DDP hangs its own end behind the pass when the last of its collectives has begun: go behind that, too.
+            # DDP queues its own final callback when the last of its collectives has started: come after that, too.
             torch_private.call_behind_backward(lambda: torch_private.call_behind_backward(function))
         return True
 
     def wait(self, seconds: float, abort: Callable[[], None]) -> bool:
-        """Wait until the current stream has done all that was given to it.
+        """Wait until the current stream has done all work queued on it.
 
         Args:
             seconds: at most.
-            abort: ends, then, everything in it that waits for other members.
+            abort: called when the time is over, to end everything in the stream that waits for other members.
         Returns:
             Whether it ended in time.
         """

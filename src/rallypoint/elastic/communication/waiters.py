@@ -1,7 +1,7 @@
-"""Threads that make calls which cannot be interrupted, while who needs the result waits in slices.
+"""Threads that make calls which cannot be interrupted, while the caller waits for the result in slices.
 
-One is started where none is free, and kept for a while: to hand a call over is cheaper than to start a thread. One whose call never
-ends is never free again.
+A thread is started if none is free, and kept for a while: handing a call over is cheaper than starting a thread. A thread whose
+call never ends is never free again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from rallypoint._core import forks
 
 
-# Seconds without a call after which a thread ends.
+# Seconds without a call after which a thread exits.
 IDLE = 1.0
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Call(Generic[T]):
     """A call in another thread.
 
     Args:
-        function: what is called.
+        function: the function to call.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -39,14 +39,14 @@ class Call(Generic[T]):
         waiter.calls.put(lambda: self._run(waiter))
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended. Blocks: until it has, or the time is over."""
+        """Whether the call has ended. Blocks: until it has, or the time is over."""
         return self._ended.wait(seconds)
 
     def result(self) -> T:
-        """Of a call that has ended.
+        """The result of a call that has ended.
 
         Raises:
-            BaseException: as the function.
+            BaseException: whatever the function raised.
         """
         if self._errors:
             raise self._errors.pop()
@@ -60,7 +60,7 @@ class Call(Generic[T]):
         except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
             self._errors.append(error)
         finally:
-            # Before anybody hears of the end: the next call then finds this thread free.
+            # Before anybody learns of the end, so that the next call finds this thread free.
             _free.append(waiter)
             self._ended.set()
 
@@ -81,7 +81,7 @@ class _Waiter:
                     continue  # somebody has just taken it
                 return
             call()
-            del call  # it holds what the caller has given it
+            del call  # it holds the caller's objects
 
 
 _free: list[_Waiter] = []

@@ -1,8 +1,8 @@
 """Waiting for Gloo, but not longer than its connections live.
 
-When a connection ends, Gloo wakes everybody who waits for it, except for those whose message was already queued, or half read
-(``gloo/transport/tcp/pair.cc``, ``signalException``). They would wait until the collective's time-out, half an hour by default. So
-a collective of a kept group is waited for in slices, and given up once its connections have been shut for a while.
+When a connection ends, Gloo wakes all threads that wait for it, except those whose message was already queued or half read
+(``gloo/transport/tcp/pair.cc``, ``signalException``). These would wait until the collective's time-out, half an hour by default.
+So a kept group waits for its collectives in slices, and gives them up once the connections have been shut for a while.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rallypoint._core.clock import Deadline
 from .waiters import Call
 
 
-# Seconds of one slice: so late somebody learns at worst that a collective was given up.
+# Seconds of one slice: at worst, a waiting thread learns this late that a collective was given up.
 SLICE = 0.25
 GIVEN_UP = "the connections of this collective were closed because a member was lost"
 
 T = TypeVar("T")
-# What a failed collective raises instead, if a loss explains it; of None: whether a loss was told already.
+# What a failed collective raises instead, if a loss explains its error; given None: whether a loss has already been reported.
 Explain = Callable[[BaseException | None], Exception | None]
 
 
 class Lives:
-    """Whether the connections of a generation can still bring anything, and the futures that count on them. Thread-safe."""
+    """Whether the connections of a generation can still bring anything, and the futures that depend on them. Thread-safe."""
 
     def __init__(self) -> None:
         self.are_over = False
@@ -43,11 +43,11 @@ class Lives:
             self.end()
 
     def claim(self, work: object) -> bool:
-        """Whether the caller is the one to complete it: True once."""
+        """Whether the caller is the one to complete the work. True only once."""
         return self._pending.pop(id(work), None) is not None
 
     def end(self) -> None:
-        """Nothing comes any more: give up everything."""
+        """Nothing will arrive any more: give up everything."""
         self.are_over = True
         while self._pending:
             try:
@@ -58,7 +58,7 @@ class Lives:
 
 
 class WrappedWork(dist.Work):
-    """A backend's work; what waiting for it means is for subclasses to say."""
+    """A backend's work. Subclasses define what waiting for it means."""
 
     def __init__(self, inner: dist.Work) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class KeptWork(WrappedWork):
         """
         try:
             completed = self._wait(timeout)
-            # DDP's reducer holds a work for as long as it lives, and this holds the session, and with it the model.
+            # DDP's reducer keeps a work as long as it lives itself, and `_explain` holds the session, and with it the model.
             self._explain = None
             return completed
         except RuntimeError as error:
@@ -131,7 +131,7 @@ class KeptWork(WrappedWork):
                 return inner.wait(timedelta(seconds=left if is_last and left else SLICE))
             except RuntimeError:
                 if inner.is_completed():
-                    # The slice may have ended at this very moment: this returns at once, or raises what went wrong.
+                    # The work may have ended just as the slice did: this returns at once, or raises what went wrong.
                     return inner.wait()
                 if lives.are_over:
                     raise RuntimeError(GIVEN_UP) from None
@@ -139,9 +139,9 @@ class KeptWork(WrappedWork):
                     raise
 
     def get_future(self) -> Any:
-        """A future of the result, for C++: it cannot wait in slices."""
+        """A future of the result, for C++, which cannot wait in slices."""
         if self._future is None:
-            # C++ sees a future as failed only if a callback has raised: `set_exception` sets a value that Python raises.
+            # C++ sees a future as failed only if a callback has raised: `set_exception` sets a value, which Python then raises.
             gate: Any = torch.futures.Future()
             self._future = gate.then(self._outcome)
             self._lives.count_on(self, lambda: gate.set_result(None))
@@ -170,7 +170,7 @@ class KeptMessage(KeptWork):
         explain: as above.
 
     Attributes:
-        observer: called when it has ended well.
+        observer: called when it has ended without an error.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class KeptMessage(KeptWork):
         self.observer: Callable[[], None] | None = None
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        # Without a time, Gloo takes the one that its connections were formed with. And it ends the connection with the first
-        # wait that is too short, so there are no slices.
+        # Without a time-out, Gloo takes the one that its connections were formed with. And it ends the connection at the first
+        # wait that times out, so there are no slices.
         inner, left = self._inner, timeout or self._timeout
         ended = attended(lambda: inner.wait(left), self._lives)
         observer, self.observer = self.observer, None
@@ -195,17 +195,17 @@ class KeptMessage(KeptWork):
 
 
 def attended(function: Callable[[], T], lives: Lives) -> T:
-    """Call a function that waits for Gloo where that cannot wait in slices, as for point-to-point messages.
+    """Call a function that waits for Gloo in a way that cannot be sliced, as point-to-point messages do.
 
-    It runs in another thread, which is left behind if it is given up; what it waits for ends with its connections, or in time.
+    It runs in another thread, which is left behind if the call is given up; its wait ends with its connections or its time-out.
 
     Raises:
         RuntimeError: a member is lost, and Gloo does not notice.
-        BaseException: as the function.
+        BaseException: whatever the function raises.
     """
     call = Call(function)
     while not call.ends_within(SLICE):
-        # A little longer: it may have been between two messages.
+        # Wait a little longer: it may have been between two messages.
         if lives.are_over and not call.ends_within(2 * SLICE):
             raise RuntimeError(GIVEN_UP)
     return call.result()
@@ -216,7 +216,7 @@ def done(result: Any, source: int = 0) -> dist.Work:
 
     Args:
         result: tensors, in lists or not; anything else is left out.
-        source: of a message: the rank in the group that it is from.
+        source: of a message, the sender's rank in the group.
     """
     return _Done(result, source)
 
@@ -254,7 +254,7 @@ class _Done(dist.Work):
 
 
 def flat(given: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what an operation is given: one, or lists of them."""
+    """The tensors in an operation's argument: one, or lists of them."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
@@ -263,9 +263,9 @@ def flat(given: Any) -> Iterator[torch.Tensor]:
 
 
 def dispose(group: Any) -> None:
-    """Drop a torch group whose connections have ended, in a thread: its destructor waits for all of its works.
+    """Drop a torch group whose connections have ended, in a thread: its destructor waits for all its works.
 
     Args:
-        group: in a list, which is emptied: no other reference must be left.
+        group: a list with the group, which is emptied: there must be no other reference.
     """
     threading.Thread(target=group.clear, name="rally-elastic-disposal", daemon=True).start()

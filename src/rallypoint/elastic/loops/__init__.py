@@ -1,1 +1,1 @@
-"""Where a script is in its loops over epochs and batches, and what of it only this rank has."""
+"""Where a script is in its loops over epochs and batches, and the state that only this rank has there."""

@@ -1,8 +1,8 @@
 """Where a script is in its loops, and what its next step or function means there: decisions only.
 
-A loss strikes anywhere in the body of a loop, but there is one way only to come back: from its top. So a step or a function that
-begins is one of three things: what is to be done now; complete already, on the way to it; or in the rest of a body that a loss has
-made void.
+A loss can strike anywhere in the body of a loop, but the script can only get back there from the top of the body. So a step or
+function that begins is one of three things: the next to be done; already complete, on the way to that one; or in the rest of a
+body that a loss has made void.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Doing(enum.Enum):
     """What to do with a step or a function that begins."""
 
     RUN = enum.auto()
-    # Only a function can be left out; the block of a step runs, and its effects are undone.
+    # Only a function can be skipped; the block of a step runs, and its effects are undone.
     REHEARSE = enum.auto()
-    # A function that is not even counted.
+    # Only for a function, which is not even counted.
     SKIP = enum.auto()
 
 
@@ -33,11 +33,11 @@ class Course:
         place: in the data.
         in_epoch: an epoch is under way.
         in_batches: a loop over batches is under way.
-        in_body: and the script has a batch in hand.
+        in_body: the script has one of its batches in hand.
         repeats: this batch comes again.
-        is_back: a loss has led back to an earlier batch than the one in hand; the iteration begins anew there.
-        has_strayed: the script has left its loop over batches in the rest of a body that a loss has made void, so the step that was
-            lost does not come again.
+        is_back: a loss has led back to an earlier batch than the one in hand; the iteration restarts there.
+        has_strayed: the script has left its loop over batches in the rest of a body that a loss has made void, so it does not
+            repeat the lost step.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Course:
         self.in_epoch = self.in_batches = self.in_body = False
         self.repeats = self.is_back = self.has_strayed = False
         self._resume: OwnState | None = None  # where the next iteration begins
-        self._loops = 0  # over batches, that the script has begun in this epoch
+        self._loops = 0  # how many loops over batches the script has begun in this epoch
         self._tasks_to_skip = 0
         self._is_void = False  # a step has failed: the rest of the body has no effect
         self._to_rehearse = 0  # how many steps until the one to continue with
@@ -54,7 +54,7 @@ class Course:
 
     @property
     def is_void(self) -> bool:
-        """Whether a loss has made the rest of this body void: the process in the lost one's place does not run it."""
+        """Whether a loss has made the rest of this body void: the process that takes the lost one's place does not run it."""
         return self._is_void or (self.is_back and self.in_body)
 
     # -- loops --------------------------------------------------------------------------------------
@@ -69,19 +69,19 @@ class Course:
 
     @property
     def loop(self) -> int:
-        """The number of the loop over batches within the epoch that the script has come to last."""
+        """The number within the epoch of the loop over batches that the script reached last."""
         return self._loops - 1
 
     def begin_loop(self) -> bool:
-        """The script comes to a loop over batches. Returns whether the loop is left out: it was complete where this process begins."""
+        """The script reaches a loop over batches. Returns whether to skip it: it was complete where this process starts."""
         self._loops += 1
         return self._resume is not None and self.loop < self._resume.place.loop
 
     def begin_batches(self) -> OwnState | None:
-        """A loop begins, or its iteration begins anew.
+        """A loop begins, or its iteration restarts.
 
         Returns:
-            Where; None at the first batch.
+            Where to begin; None at the first batch.
         """
         self.in_batches, self.is_back = True, False
         own, self._resume = self._resume, None
@@ -93,14 +93,14 @@ class Course:
         own_begun: tuple[bytes, ...],
         sizes: tuple[tuple[int, int], ...],
     ) -> None:
-        """The iteration of a loop begins, and no process has iterated before.
+        """The iteration of a loop begins, and no process has run it before.
 
         Args:
             begun: the generators.
-            own_begun: the loader's own ones.
+            own_begun: the loader's own generators.
             sizes: with a :class:`.Sampler`, how many ranks share the samples.
         """
-        # A loop that was left behind a step has its mark in ``done``.
+        # If an earlier loop was left after a step, ``done`` still holds its count.
         self.place = replace(
             self.place,
             loop=self.loop,
@@ -127,12 +127,12 @@ class Course:
         return self.place.done
 
     def begin_body_again(self) -> int:
-        """The same batch again. Returns how many steps of its body are to be rehearsed."""
+        """The same batch comes again. Returns how many steps of its body are to be rehearsed."""
         self.repeats = self._is_void = False
         return self.place.done
 
     def end_body(self) -> bool:
-        """The body has ended. Returns whether its batch is complete; False if a loss has led back meanwhile."""
+        """The body has ended. Returns whether its batch is complete: False if a loss has led back meanwhile."""
         self.in_body = False
         if not self.is_back:
             self.place = self.place.after_batch()
@@ -141,7 +141,7 @@ class Course:
     # -- steps and functions ------------------------------------------------------------------------
 
     def of_task(self) -> Doing:
-        """What to do with a function that is to be run."""
+        """What to do with a function that is about to run."""
         if self._tasks_to_skip and not self.in_body:
             self._tasks_to_skip -= 1
             return Doing.SKIP
@@ -161,12 +161,12 @@ class Course:
         return Doing.RUN
 
     def rehearse(self, steps: int) -> None:
-        """So many are to be rehearsed."""
+        """This many steps are to be rehearsed."""
         self._to_rehearse = steps
         self.steps -= steps
 
     def note_rehearsed(self) -> bool:
-        """One was. Returns whether it was the last, so that what is next is to be done."""
+        """A step was rehearsed. Returns whether it was the last one, so the next step is to be done."""
         if not self._to_rehearse:
             return False
         self._to_rehearse -= 1
@@ -184,8 +184,8 @@ class Course:
         """A loss has ended the step under way, and all ranks have met since.
 
         Args:
-            before: the steps that were complete when it began.
-            is_task: it is a function's.
+            before: how many steps were complete when it began.
+            is_task: the step is a function's.
             goes_back: a loss leads all ranks back to a snapshot, which has set the place.
         """
         if self.steps == before and self.is_back:
@@ -193,14 +193,14 @@ class Course:
         if self.steps == before:
             self.repeats = self._is_void = not is_task
         elif not goes_back:
-            # It was complete elsewhere.
+            # Other ranks have completed it.
             self.place = self.place.after(task=is_task)
 
     def continue_at(self, own: OwnState) -> bool:
-        """This process begins in the midst of the program: in a lost one's place, or where a checkpoint was taken.
+        """This process starts partway through the program: in a lost one's place, or where a checkpoint was taken.
 
         Returns:
-            Whether the steps of a loop of the user's own come first, to be rehearsed until a function is run.
+            Whether the script is in a loop of the user's own, whose steps are rehearsed until a function is run.
         """
         self.place = own.place
         self._resume = own
@@ -209,23 +209,23 @@ class Course:
         return self._until_task
 
     def resize(self, ranks: int) -> None:
-        """So many ranks share the samples from now on: from the first batch on that no step has trained on."""
+        """This many ranks share the samples, starting with the first batch that no step has trained on."""
         self.place = _resized(self.place, ranks)
         if self._resume is not None:
             self._resume = replace(self._resume, place=_resized(self._resume.place, ranks))
 
     def renew(self, own: OwnState) -> None:
-        """The iteration of the loop under way begins anew at this place, with the next batch."""
+        """The iteration of the loop under way restarts at this place, with the next batch."""
         self._resume, self.is_back = own, True
 
     def go_back(self, own: OwnState) -> None:
         """A loss leads back to a snapshot with fewer steps."""
-        # What loaders have for themselves has stayed here, but for the loop that is under way.
+        # The loaders' own generators have stayed in this process, except those of the loop under way.
         self.place = replace(own.place, seen=self.place.seen)
         if self.in_batches:
             self._resume, self.is_back = own, True
         else:
-            # It was taken where a loop over batches ended.
+            # The snapshot was taken where a loop over batches ended.
             self.place = replace(self.place, in_body=False)
 
 

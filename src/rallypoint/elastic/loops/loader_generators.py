@@ -1,9 +1,9 @@
-"""Random generators that loaders have for themselves: ``DataLoader(…, generator=…)``, and those of its samplers. And what takes
-their place in the loaders of frameworks: how often one was iterated, which is the epoch for its sampler.
+"""Random generators that belong to loaders: ``DataLoader(…, generator=…)``, and those of its samplers. Also what the loaders of
+frameworks have instead: a count of how often the loader was iterated, which is the epoch for its sampler.
 
-They go on from epoch to epoch, so a process that begins in the midst of the training must find them as they were. Only the
-script has them, and it shows them where a loop over batches begins. So a process tells which loops they were seen in, and another
-one takes them up at the same places. A script may also make new ones for each epoch; those begin as they are.
+They carry on from epoch to epoch, so a process that starts partway through the training must find them as they were. Only the
+script has them, and the session sees them where a loop over batches begins. So a process records in which loops it saw them, and
+another one restores them at the same places. A script may also create new ones for each epoch; those are used as they are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .loaders import loaders_in
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A generator, as its process tells of it.
+    """A generator, as its process describes it to others.
 
     Args:
         first: a digest of its state where it was first seen.
-        uses: numbers of loops within an epoch, and the generator's place among those of the loop's loader.
-        stays: whether it was there in a later epoch, too; None: there was none yet.
-        state: where the last of these loops ended; empty before that.
+        uses: loops by their number within an epoch, each with the generator's place among those of the loop's loader.
+        stays: whether it was there in a later epoch, too; None: there was no later epoch yet.
+        state: its state where the last of these loops ended; empty before that.
     """
 
     first: str
@@ -72,7 +72,7 @@ Own = _Generator | _Count
 
 
 def generators_of(given: Any) -> list[Own]:
-    """The own generators of a loader, or of those within an object that gives their batches; not the one that all share."""
+    """A loader's own generators, or those of the loaders within an object; without torch's default one, which all share."""
     owners: list[Any] = []
     counts: list[Own] = []
     for loader in loaders_in(given):
@@ -92,7 +92,7 @@ def generators_of(given: Any) -> list[Own]:
             continue
         if not any(it is other for other in found):
             found.append(it)
-    # In this order: some samplers have no generator before they are iterated.
+    # Counts come first: some samplers have no generator before they are iterated.
     return [*counts, *map(_Generator, found)]
 
 
@@ -102,7 +102,7 @@ def states_of(generators: Iterable[Own]) -> tuple[bytes, ...]:
 
 
 def restore(generators: Sequence[Own], states: Sequence[bytes]) -> None:
-    """Set their states, of those of each kind if there are as many as that."""
+    """Set the states of each kind of generator, if there are as many states as generators of that kind."""
     for kind in (_Count, _Generator):
         some = [each for each in generators if isinstance(each, kind)]
         theirs = [each for each in states if each.startswith(_COUNTED) is (kind is _Count)]
@@ -112,21 +112,21 @@ def restore(generators: Sequence[Own], states: Sequence[bytes]) -> None:
 
 
 class LoaderGenerators:
-    """Those that this process has seen, beside what is told of them.
+    """The generators that this process has seen, to go with their descriptions.
 
-    What is told (a tuple of :class:`Seen`) is part of the place in the data, so it comes from outside, and goes back.
+    The descriptions (a tuple of :class:`Seen`) are part of the place in the data, so they are passed in and returned.
     """
 
     def __init__(self) -> None:
-        self._mine: dict[int, Own] = {}  # by their place in what is told
+        self._mine: dict[int, Own] = {}  # by their place among the descriptions
 
     def meet(self, told: tuple[Seen, ...], loop: int, loader: Any) -> tuple[Seen, ...]:
-        """A loop begins, or is left out: take up what another process has told, and tell what is new.
+        """A loop begins, or is skipped: restore what another process has described, and describe what is new.
 
         Args:
-            told: so far.
+            told: the descriptions so far.
             loop: its number within the epoch.
-            loader: whose batches it has.
+            loader: the one whose batches it iterates over.
         """
         all_seen = list(told)
         for number, generator in enumerate(generators_of(loader)):
@@ -167,7 +167,7 @@ class LoaderGenerators:
 
     @staticmethod
     def _forget(all_seen: list[Seen], at: int | None, use: tuple[int, int]) -> None:
-        """Another generator is in that place now."""
+        """Another generator has taken that place."""
         if at is not None:
             each = all_seen[at]
             all_seen[at] = replace(each, uses=tuple(other for other in each.uses if other != use))

@@ -1,4 +1,4 @@
-"""Iterators over a script's loader that begin where training goes on: with the first batch, or in the midst of an epoch."""
+"""Iterators over a script's loader that start where training continues: at the first batch, or partway through an epoch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class LoaderIterators:
-    """Makes them.
+    """Creates them.
 
     Args:
-        course: where training goes on.
-        around_start: a block in which loaders start their worker processes, of any kind.
+        course: where training continues.
+        around_start: makes the context in which loaders of any kind start their worker processes.
 
     Attributes:
-        ranks_before: of the checkpoint that was loaded, if there were another number of them; until the first iterator.
+        ranks_before: the number of ranks of a loaded checkpoint, if it differs; None once the first iterator is created.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LoaderIterators:
         self.ranks_before: int | None = None
 
     def begin(self, loader: Iterable[T], epoch: int) -> Iterator[T]:
-        """One that begins with the first batch of an epoch."""
+        """An iterator that starts at the first batch of an epoch."""
         self.ranks_before = None
         loaders = loaders_in(loader)
         samplers = samplers_in(loaders)
@@ -58,10 +58,10 @@ class LoaderIterators:
         return self._iterate(loader, loaders)
 
     def go_on(self, loader: Iterable[T], own: OwnState) -> Iterator[T]:
-        """One that begins behind the batches that are done, with the random generators of then.
+        """An iterator that starts after the batches that are done, with the random generators as they were there.
 
         Args:
-            loader: whose iteration begins anew.
+            loader: the one whose iteration restarts.
             own: the rank's state at that place.
         """
         assert own.place.begun is not None
@@ -75,11 +75,11 @@ class LoaderIterators:
         if samplers:
             own = self._resized(own, _ranks_of(samplers))
         keeps_place: Any = loader if own.loader else None
-        # What stands between a loader and its batches may take more than one for each, or fetch some ahead.
+        # A wrapper around a loader may take more than one of its batches for each of its own, or fetch some ahead.
         is_exact = any(each is sampler_of(loader) for each in samplers)
         for each in samplers:
             first = own.place.batch if is_exact and keeps_place is None else 0
-            is_whole = own.place.sizes[-1][1] == each.num_ranks  # not of a group of its own
+            is_whole = own.place.sizes[-1][1] == each.num_ranks  # not shared within a smaller group
             each.begin_at(own.place.epoch, first, own.place.sizes if is_whole else None)
         if keeps_place is not None:
             keeps_place.load_state_dict(loader_state.restored(own.loader))
@@ -99,7 +99,7 @@ class LoaderIterators:
             return iter(loader)
 
     def _iterate_within(self, given: Iterable[T], loaders: list[Any]) -> Iterator[T]:
-        """Of an object that holds loaders: it may ask for their iterators as late as with its first batch."""
+        """Iterate over an object that holds loaders: it may not ask for their iterators until its first batch."""
         with self._starting_workers(loaders):
             iterator = iter(given)
             first = list(itertools.islice(iterator, 1))
@@ -108,7 +108,7 @@ class LoaderIterators:
 
     @contextmanager
     def _starting_workers(self, loaders: list[Any]) -> Generator[None, None, None]:
-        """A block in which loaders start their worker processes."""
+        """A context in which loaders start their worker processes."""
         with ExitStack() as stack:
             for loader in loaders:
                 stack.enter_context(samples.drawn_alike(loader))
@@ -120,8 +120,8 @@ class LoaderIterators:
             yield
 
     def _resized(self, own: OwnState, ranks: int) -> OwnState:
-        """After a checkpoint, the epoch may go on with another number of ranks."""
-        # Checkpoints of earlier versions do not tell them; there, the batch of a step stayed.
+        """After a checkpoint, the epoch may continue with another number of ranks."""
+        # Checkpoints of earlier versions lack the sizes; there, the batch of a step always stayed the same.
         sizes = own.place.sizes or ((0, ranks),)
         if sizes[-1][1] != ranks:
             sizes = sample_order.resized(sizes, own.place.batch, ranks)
@@ -129,7 +129,7 @@ class LoaderIterators:
         return replace(own, place=replace(own.place, sizes=sizes))
 
     def _rescaled(self, own: OwnState, ranks_before: int) -> OwnState:
-        """After a checkpoint of another number of ranks: as many samples are skipped as were trained on."""
+        """After a checkpoint of another number of ranks: skip as many samples as were trained on."""
         now = dist.get_world_size() if dist.is_initialized() else 1
         batch, rest = divmod(own.place.batch * ranks_before, now)
         if rest and (now == 1 or dist.get_rank() == 0):
@@ -142,5 +142,5 @@ class LoaderIterators:
 
 
 def _ranks_of(samplers: Iterable[Sampler]) -> int:
-    """How many ranks share an epoch's samples; some may belong to a group of its own."""
+    """How many ranks share an epoch's samples. Some samplers may divide theirs within a smaller group."""
     return max(each.num_ranks for each in samplers)

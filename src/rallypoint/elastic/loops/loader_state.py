@@ -1,4 +1,4 @@
-"""The state of a loader that can be continued without fetching what was done: torchdata's ``StatefulDataLoader``."""
+"""The state of a loader that can resume without fetching the earlier batches again: torchdata's ``StatefulDataLoader``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def packed(loader: Any) -> bytes:
-    """The place of a loader, as bytes; nothing if it keeps none, or one that would not be read again."""
+    """The place of a loader, as bytes; empty if it keeps none, or one that could not be read back."""
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return b""
     data = io.BytesIO()

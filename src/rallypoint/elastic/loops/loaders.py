@@ -1,7 +1,7 @@
 """The loaders within what a script gives to ``session.batches``: a progress bar around one, or an object with two of them.
 
-Such an object says when its loaders begin, and in which order it takes their batches. But where they begin is the session's to say:
-an :class:`.Sampler` has an order for each epoch, and generators of their own go on from where another process has left them.
+Such an object decides when its loaders start, and in which order it takes their batches. But the session decides where they
+start: a :class:`.Sampler` has an order for each epoch, and a loader's own generators continue where another process left them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rallypoint.elastic import torch_private
 from .sampler import Sampler
 
 
-# How far an object is looked into, and how many objects at most.
+# How deep an object is searched, and how many objects at most.
 _DEPTH = 5
 _MOST = 1000
-# Nothing in these is a loader of the script's, and they may be large.
+# These contain no loader of the script's, and they may be large.
 _CLOSED = (
     *(str, bytes, bytearray, int, float, complex, type, types.ModuleType, types.FunctionType),
     *(torch.Tensor, torch.nn.Module, torch.Generator, Dataset),
@@ -32,12 +32,12 @@ _CLOSED = (
 
 
 def loaders_in(given: Any) -> list[Any]:
-    """The loaders that an object takes its batches from: itself, or those that it, or what it holds, has as attributes.
+    """The loaders that an object takes its batches from: itself, or those found in its attributes and in what these hold.
 
     Args:
         given: any iterable.
     Returns:
-        ``DataLoader`` objects, and others that have a sampler; none, if it has nothing to do with one.
+        ``DataLoader`` objects, and others that have a sampler; empty if there are none.
     """
     return [each for each in _within(given) if is_loader(each)]
 
@@ -45,7 +45,7 @@ def loaders_in(given: Any) -> list[Any]:
 def is_loader(each: Any) -> bool:
     """Whether an object reads samples in the order of a sampler."""
     return isinstance(each, DataLoader) or any(
-        # Not getattr: this runs code of objects that may have nothing to do with loaders.
+        # Not getattr: that would run code of objects that may have nothing to do with loaders.
         inspect.getattr_static(each, name, None) is not None
         for name in ("batch_sampler", "sampler", "generator")
     )
@@ -61,7 +61,7 @@ def samplers_in(loaders: Iterable[Any]) -> list[Sampler]:
     """The samplers of these loaders that have an order for each epoch."""
     found: list[Sampler] = []
     for each in loaders:
-        for _ in range(_DEPTH):  # one may stand around another
+        for _ in range(_DEPTH):  # one may wrap another
             each = sampler_of(each)
             if isinstance(each, Sampler) and not any(each is other for other in found):
                 found.append(each)
@@ -69,10 +69,10 @@ def samplers_in(loaders: Iterable[Any]) -> list[Sampler]:
 
 
 def begun_in(given: Any) -> str:
-    """Why a loader has begun too early: an iterator such as ``enumerate(loader)`` has asked for its batches already.
+    """Why a loader has begun too early: an iterator such as ``enumerate(loader)`` has already asked for its batches.
 
     Returns:
-        What of it a session cannot set any more; empty if there is nothing to set.
+        What a session can no longer set in it; empty if there is nothing to set.
     """
     for each in _within(given):
         sampler = torch_private.sampler_of_iterator(each)
@@ -88,7 +88,7 @@ def begun_in(given: Any) -> str:
 
 
 def _within(given: Any) -> Iterator[Any]:
-    """An object, and what it holds; nothing of what a loader holds."""
+    """An object, and what it holds, but nothing that a loader holds."""
     seen = {id(given)}
     level = [given]
     for _ in range(_DEPTH):

@@ -1,4 +1,4 @@
-"""``session.local``: small values that only one rank has, kept as its random generators are."""
+"""``session.local``: small values that only one rank has, kept the way its random generators are."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Self
 from rallypoint.errors import ElasticError
 
 
-# Bytes of all values as JSON. Several states of a step are kept, each with the values of then.
+# Bytes of all values as JSON. Several states of a step are kept, each with its own values.
 LIMIT = 16 * 1024
 _PLAIN = (type(None), bool, int, float, str)
 
 
 class LocalValues(dict[str, Any]):
-    """A dict whose values survive the loss of their rank: numbers, texts, lists and dicts of these.
+    """A dict whose values survive the loss of their rank: numbers, strings, lists and dicts of these.
 
-    A process that takes the rank over has the values as they were at the step at which it goes on. In a rank that
-    repeats a step, they are again what they were at its beginning.
+    A process that takes over the rank has the values as they were at the step where it continues. In a rank that
+    repeats a step, they are reset to what they were at its beginning.
     """
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -38,10 +38,10 @@ class LocalValues(dict[str, Any]):
         return self
 
     def pack(self) -> bytes:
-        """As JSON; nothing if there are none.
+        """As JSON; empty if there are none.
 
         Raises:
-            ElasticError: they are too large, or a value has become what JSON does not keep.
+            ElasticError: they are too large, or a value now holds something that JSON does not preserve.
         """
         if not self:
             return b""
@@ -57,13 +57,13 @@ class LocalValues(dict[str, Any]):
         return data
 
     def restore(self, data: bytes) -> None:
-        """Make these values the present ones."""
+        """Make these values the current ones."""
         super().clear()
         super().update(json.loads(data) if data else {})
 
 
 def check(value: Any, name: str, key: object = "") -> None:
-    """Whether JSON keeps a value as it is.
+    """Check that JSON preserves a value as it is.
 
     Raises:
         ElasticError: it does not.

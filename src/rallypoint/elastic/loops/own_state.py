@@ -1,11 +1,11 @@
-"""What only one rank has, and the one that takes it over needs: generators, place in the data, buffers of modules.
+"""State that only one rank has, and that a process which takes over the rank needs: generators, place in the data, buffers.
 
 It is kept in the rank's memory (:mod:`.memory`) at the beginning of each step, and again before each collective: a rank that is
-killed behind its last collective has contributed to a step that the others complete, so its next step must begin as
-it would have.
+killed after its last collective has contributed to a step that the others complete, so its replacement must begin the next step
+just as it would have.
 
-The step before is kept with it: a rank that is killed early in a step may have seen the end of the one before, and the others not,
-as its last message was lost with its connection. Then all repeat that one. No rank is further ahead: a step ends with a collective.
+The previous step is kept, too: a rank that is killed early in a step may have seen the previous one end when others have not, as
+its last message was lost with its connection. Then all repeat that one. No rank is further: a step ends with a collective.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _HEAD = struct.Struct("!I")
 
 
 def joined(newest: bytes, before: bytes) -> bytes:
-    """Two packed states as one record: of the step under way, and of the one before (empty: there is none)."""
+    """Two packed states as one record: of the step under way, and of the previous one (empty: there is none)."""
     return b"".join([_HEAD.pack(len(newest)), newest, before])
 
 
 def halves(record: bytes) -> tuple[bytes, bytes]:
-    """The two packed states of a record, the newest first; the other may be empty."""
+    """The two packed states of a record, the newer one first; the other may be empty."""
     (size,) = _HEAD.unpack_from(record)
     return record[_HEAD.size : _HEAD.size + size], record[_HEAD.size + size :]
 
 
 def parted(record: bytes) -> list[OwnState]:
-    """The states in a record, the newest first."""
+    """The states in a record, the newer one first."""
     return [OwnState.unpack(each) for each in halves(record) if each]
 
 
@@ -44,16 +44,16 @@ class Place:
 
     Args:
         epoch: how many epochs are complete.
-        loop: the number within this epoch of the loop over batches that was begun last; those before it are complete.
-        batch: how many batches of that loop are.
-        tasks: how many functions were run in this epoch (``Session.run``), but for those in the body of a batch.
-        done: how many steps and functions of the present batch's body are complete.
+        loop: the number within this epoch of the loop over batches that was begun last; earlier ones are complete.
+        batch: how many batches of that loop are complete.
+        tasks: how many functions were run in this epoch (``Session.run``), except those in the body of a batch.
+        done: how many steps and functions of the current batch's body are complete.
         in_body: whether the step under way is in a batch's body.
         counted: whether ``Session.epochs`` counts the epochs.
         begun: the generators when the iteration of that loop began; None before the first one.
         sizes: with a :class:`.Sampler`, how many ranks have shared that loop's samples, and from which batch on.
         own_begun: the loader's own generators when the iteration of that loop began.
-        seen: all generators that loaders have for themselves.
+        seen: all generators that belong to loaders.
     """
 
     epoch: int = 0
@@ -75,17 +75,17 @@ class Place:
         return replace(self, tasks=self.tasks + task)
 
     def after_batch(self) -> Place:
-        """The place behind the body of a batch."""
+        """The place after the body of a batch."""
         return replace(self, batch=self.batch + 1, done=0, in_body=False)
 
     def with_other_generators(self, now: RandomState) -> Place:
-        """The place on a rank whose own generators are not known, with those that it has."""
+        """The place on a rank whose own generators are not known: with the generators that it has now."""
         begun = None if self.begun is None else now
         return replace(self, begun=begun, own_begun=(), seen=())
 
     @property
     def tasks_to_skip(self) -> int:
-        """How many functions a newcomer comes by that were run. In a loop of the user's own, its position tells."""
+        """How many functions that have already run a newcomer comes across. In a loop of the user's own, the position tells."""
         return self.tasks if self.counted or self.begun is not None else 0
 
 
@@ -96,13 +96,13 @@ class OwnState:
     Args:
         steps: how many steps are complete.
         place: of the step under way.
-        random: the generators before the present batch is fetched; outside of a batch's body, at the beginning of the step.
+        random: the generators before the current batch is fetched; outside of a batch's body, at the beginning of the step.
         call: the generators at the beginning of the step, if it is not the first one in its body.
-        behind: the generators behind the step before, if that was in the same body, and the present one has not begun; outside of
-            a batch's body, if they were others than at the beginning of the step.
+        behind: the generators after the previous step, if that was in the same body and the current one has not begun; outside of
+            a batch's body, if they differ from those at the beginning of the step.
         is_task: the step under way is a function's.
         later: the generators before the last collective of the step under way; None before the first.
-        buffers: of the modules, as bytes; empty if they are too large.
+        buffers: the modules' buffers, as bytes; empty if they are too large.
         later_buffers: the same, before the last collective.
         loader: the state of a loader that keeps its place; only in checkpoints.
     """
@@ -130,7 +130,7 @@ class OwnState:
 
     @property
     def newest(self) -> RandomState:
-        """The generators as late as they are known before the step's first collective."""
+        """The latest known state of the generators before the step's first collective."""
         return self.call or self.behind or self.random
 
     def pack(self) -> bytes:

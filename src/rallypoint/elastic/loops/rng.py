@@ -1,7 +1,7 @@
 """The random generators of a process: torch's, the current device's, Python's and NumPy's; and a session's local values.
 
-Their state is looked at several times in each step, so that must be cheap: Python's and NumPy's are read as bytes from where the
-generators keep them, and what has not changed is not made anew.
+Their state is read several times in each step, so that must be cheap: Python's and NumPy's are read as bytes from where the
+generators keep them, and what has not changed is reused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rallypoint.elastic import torch_private
 from .local_values import LocalValues
 
 
-# As the Mersenne Twister of Python and NumPy holds it: 624 words of key, and a position among them.
+# The layout of Python's and NumPy's Mersenne Twister: 624 words of key, and a position in the key.
 _WORDS = 624
 _KEY = 4 * _WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The state of all generators, and what else changes in one rank alone.
+    """The state of all generators, and whatever else changes on one rank alone.
 
     Args:
         torch_state: of the CPU's generator.
@@ -47,7 +47,7 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """The present state; the same object as before, if nothing has changed."""
+        """The current state; the same object as before, if nothing has changed."""
         global _last  # noqa: PLW0603  one process has one set of generators
         device = None
         if torch_private.cuda_is_in_use():
@@ -75,7 +75,7 @@ class RandomState:
         return self is other or self == other
 
     def restore(self) -> None:
-        """Make it the present one."""
+        """Make it the current state."""
         torch.set_rng_state(_tensor(self.torch_state))
         if self.device_state is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_tensor(self.device_state))
@@ -92,7 +92,7 @@ class RandomState:
             _local.restore(self.local)
 
     def pack(self) -> tuple[dict[str, Any], list[bytes]]:
-        """As JSON, and bytes that go beside it."""
+        """As JSON, and the bytes that go with it."""
         head: dict[str, Any] = {"python": self.python_gauss}
         parts = [self.torch_state, self.python]
         if self.device_state is not None:
@@ -126,7 +126,7 @@ _local: LocalValues | None = None
 
 
 def keep_local(values: LocalValues | None) -> None:
-    """The values of the session that runs belong to the state from now on; None: it has ended."""
+    """From now on, the state includes these values of the running session. None: the session has ended."""
     global _local  # noqa: PLW0603  one process has one session at a time
     _local = values
 
@@ -135,7 +135,7 @@ def keep_local(values: LocalValues | None) -> None:
 
 
 def _python_now() -> tuple[bytes, float | None]:
-    """Key, position and held gauss."""
+    """Key and position, and the held gauss."""
     at = _python_at
     if at is not None:
         raw = ctypes.string_at(at, _KEY + 4)
@@ -149,7 +149,7 @@ def _python_asked() -> tuple[bytes, float | None]:
 
 
 def _find_python() -> int | None:
-    """Where Python's generator keeps its position and key; None if it is not where CPython has it."""
+    """Where Python's generator keeps its position and key; None if that is not where CPython keeps them."""
     at = torch_private.python_generator()
     if at is None:
         return None
@@ -165,13 +165,13 @@ _python_at = _find_python()
 
 
 class _NumPy:
-    """NumPy's legacy generator. Asking it takes long, so it is asked only once its memory has changed."""
+    """NumPy's legacy generator. Asking it is slow, so it is asked only when its memory has changed."""
 
     def __init__(self) -> None:
         self._generator: Any = None
         self._at = 0
         self._raw = b""
-        self._held = False  # with this memory, it has held a gauss
+        self._held = False  # it has held a gauss since its memory last changed
         self._state: tuple[str, bytes, int, int, float] | None = None
 
     def now(self) -> tuple[str, bytes, int, int, float] | None:
@@ -186,7 +186,7 @@ class _NumPy:
             self._generator, self._at = generator, generator.ctypes.state_address
             self._state = None
         raw = ctypes.string_at(self._at, _KEY + 4)
-        # A gauss that it holds is used up, or set again, without a change there.
+        # A held gauss can be used up or set again without a change in that memory.
         if self._state is None or raw != self._raw or self._held:
             self._held = raw == self._raw and self._held
             self._raw, self._state = raw, self._ask(numpy)
@@ -194,7 +194,7 @@ class _NumPy:
         return self._state
 
     def forget(self) -> None:
-        """Its state was set: ask it anew."""
+        """Its state was set: ask it again."""
         self._state = None
 
     def _ask(self, numpy: Any) -> tuple[str, bytes, int, int, float]:

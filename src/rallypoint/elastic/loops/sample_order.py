@@ -1,8 +1,8 @@
 """Which samples belong to which step: a pure function of seed, epoch, step and number of ranks.
 
-An epoch is one order of all samples. A step takes the next ones of that order, and its ranks share them. If the batch of a step
-stays, its samples do not depend on the number of ranks at all. If that of a rank stays, they depend on the epoch's *sizes*: how many
-ranks there were, and from which step on. Either way, a change of that number in the middle of an epoch repeats or leaves out none.
+An epoch is one order of all samples. A step takes the next ones in that order, and its ranks share them. If a step's batch size
+is fixed, its samples do not depend on the number of ranks. If a rank's is fixed, they depend on the epoch's *sizes*: how many
+ranks there were, and from which step on. Either way, changing that number within an epoch repeats no sample and omits none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def steps_of(length: int, batch_size: int) -> int:
 
     Args:
         length: number of samples.
-        batch_size: of a step, over all ranks; the most it takes.
+        batch_size: at most this many samples per step, over all ranks.
     """
     return -(-length // batch_size)
 
@@ -25,21 +25,21 @@ def steps_of(length: int, batch_size: int) -> int:
 def bounds(length: int, batch_size: int, step: int) -> tuple[int, int]:
     """The samples of a step, as a range of the epoch's order.
 
-    All steps of an epoch are of nearly the same size: they differ by one at most. A small last step would weigh its samples
-    more than others, and could leave ranks with none.
+    All steps of an epoch are of nearly the same size: they differ by one sample at most. A small last step would give its samples
+    more weight than others, and could leave ranks with none.
     """
     count = steps_of(length, batch_size)
     return step * length // count, (step + 1) * length // count
 
 
 def local_steps_of(length: int, batch_size: int, size: int) -> int:
-    """How many steps so many samples are if each rank has a batch of its own.
+    """How many steps this many samples make if each rank has a batch of its own.
 
-    Each rank has at least one sample in each step. (With a batch of one, some ranks have a second one for that.)
+    Each rank has at least one sample in each step. (With a batch size of one, some ranks take a second sample for that.)
 
     Args:
         length: number of samples that are left.
-        batch_size: of a rank; the most it takes.
+        batch_size: at most this many samples per rank.
         size: number of ranks.
     Returns:
         The number; 0 if there are fewer samples than ranks.
@@ -52,13 +52,13 @@ def local_bounds(
 ) -> tuple[int, int]:
     """The samples of a step as a range of the epoch's order, if each rank has a batch of its own.
 
-    Wherever the number of ranks changes, the samples that are left are divided anew into steps of nearly the same size.
+    Wherever the number of ranks changes, the remaining samples are divided again into steps of nearly the same size.
 
     Args:
         length: number of samples.
-        batch_size: of a rank; the most it takes.
+        batch_size: at most this many samples per rank.
         sizes: the epoch's: (first step, number of ranks), the first one from step 0 on.
-        step: up to :func:`local_length`, where the range is what no step takes: fewer samples than there are ranks.
+        step: up to :func:`local_length`; there, the range is what no step takes: fewer samples than there are ranks.
     """
     done = 0
     for index, (first, size) in enumerate(sizes):
@@ -80,7 +80,7 @@ def local_length(length: int, batch_size: int, sizes: Sequence[tuple[int, int]])
 
 
 def resized(sizes: Sequence[tuple[int, int]], step: int, size: int) -> tuple[tuple[int, int], ...]:
-    """An epoch's sizes once it goes on at a step with a number of ranks."""
+    """An epoch's sizes, once it continues at a step with a number of ranks."""
     before = tuple(each for each in sizes if each[0] < step)
     if before and before[-1][1] == size:
         return before
@@ -92,7 +92,7 @@ def order(length: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
     if not shuffle:
         return list(range(length))
     generator = torch.Generator()
-    # Neighbouring seeds and epochs must not meet: (seed 0, epoch 1) is not (seed 1, epoch 0).
+    # Neighboring seeds and epochs must not coincide: (seed 0, epoch 1) is not (seed 1, epoch 0).
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
     found: list[int] = torch.randperm(length, generator=generator).tolist()
     return found

@@ -19,7 +19,7 @@ Keep = Literal["global", "local"]
 
 
 class Sampler(TorchSampler[list[int]]):
-    """Gives each rank its part of each step's samples: no sample twice, none left out in an epoch.
+    """Gives each rank its part of each step's samples, so that an epoch repeats no sample and leaves none out.
 
     .. code-block:: python
 
@@ -28,24 +28,24 @@ class Sampler(TorchSampler[list[int]]):
             for batch in session.batches(loader):
                 ...
 
-    Which samples belong to a step is a function of ``seed``, epoch and step alone, whatever the number of ranks; with
-    ``keep="local"``, also of the numbers of ranks that the epoch has had, which a session's checkpoints tell. So a session
-    continues on another number of ranks with the samples that are left. It skips what was done without fetching it.
+    Which samples belong to a step depends only on ``seed``, epoch and step, whatever the number of ranks; with
+    ``keep="local"``, also on the numbers of ranks that the epoch has had, which a session's checkpoints record. So a session
+    continues on another number of ranks with the remaining samples. It skips what was done without fetching it.
 
     ``session.epochs`` and ``session.batches`` tell the sampler where to begin. In a loop of your own, call :meth:`begin_at`.
 
     Args:
-        length: number of samples of the dataset.
-        batch_size: samples of a step, over all ranks; with ``keep="local"``, those of one rank. The most it takes: the steps of
-            an epoch are of nearly the same size. They differ by one sample at most, and so do the parts of the ranks.
+        length: number of samples in the dataset.
+        batch_size: at most this many samples per step, over all ranks; with ``keep="local"``, per rank. The steps of an epoch
+            are of nearly the same size: they differ by one sample at most, and so do the ranks' parts.
         seed: of the order; the same on all ranks.
-        shuffle: whether each epoch has another order.
+        shuffle: whether each epoch has a different order.
         group: the ranks that share the samples; None: all ranks, or this process alone if there is no process group.
-        keep: which batch stays when the number of ranks changes: ``"global"``, that of a step, so training goes on as before,
-            or ``"local"``, that of a rank, so memory and time per step stay.
+        keep: which batch size stays the same when the number of ranks changes: ``"global"``, a step's, so training continues as
+            before, or ``"local"``, a rank's, so memory and time per step stay the same.
 
     Raises:
-        ValueError: a number is too small, ``keep`` is another word, or a step has fewer samples than there are ranks.
+        ValueError: a number is too small, ``keep`` is neither word, or a step has fewer samples than there are ranks.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Sampler(TorchSampler[list[int]]):
     def begin_at(
         self, epoch: int, step: int = 0, sizes: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Where the next iteration begins.
+        """Set where the next iteration begins.
 
         Args:
             epoch: its number.
             step: how many of its steps are done.
-            sizes: how many ranks have shared the samples in this epoch, and from which step on: ``[(0, 3), (40, 2)]``, if two
-                do now. Only ``keep="local"`` needs it. None: as many as now.
+            sizes: how many ranks have shared the samples in this epoch, and from which step on: ``[(0, 3), (40, 2)]``, if it is
+                two now. Only ``keep="local"`` needs it. None: the current number throughout.
         Raises:
-            ValueError: the sizes do not begin at step 0, or do not end with the present number of ranks.
+            ValueError: the sizes do not begin at step 0, or do not end with the current number of ranks.
         """
         now = self.num_ranks
         sizes = ((0, now),) if sizes is None else tuple(sizes)
@@ -106,7 +106,7 @@ class Sampler(TorchSampler[list[int]]):
         Args:
             step: its number within the epoch.
         Returns:
-            The number: to weigh the losses of unequal parts.
+            The number, for weighting the losses of unequal parts.
         """
         first, end = self._bounds(step)
         return end - first
@@ -121,7 +121,7 @@ class Sampler(TorchSampler[list[int]]):
         first, self._first = self._first, 0
         for step in range(first, len(self)):
             start, end = self._bounds(step)
-            # Asked anew: a spare may have become another rank.
+            # Asked in each step: a spare may have become another rank.
             share = sample_order.share(samples[start:end], *self._place())
             if self.seeds_samples:
                 share = [Sample.of(each, self._seed, self._epoch) for each in share]

@@ -1,7 +1,7 @@
 """Random transforms in a loader's worker processes: what a sample draws depends on the sample alone.
 
-A loader's workers draw from generators that go on from sample to sample. Which worker of which rank reads a sample, and
-what it has read before, differs after a loss. So with an :class:`.Sampler`, generators are seeded for each sample from the
+A loader's workers draw from generators that carry on from sample to sample. Which worker of which rank reads a sample, and
+what it has read before, changes after a loss. So with a :class:`.Sampler`, generators are seeded for each sample from the
 sampler's seed, the epoch and the sample's index.
 """
 
@@ -21,7 +21,7 @@ from rallypoint.elastic import torch_private
 
 
 class Sample(int):
-    """The index of a sample, and what its random numbers begin with."""
+    """The index of a sample, with the seed for its random numbers."""
 
     seed: int
 
@@ -40,7 +40,7 @@ class Sample(int):
 
 
 def _mixed(number: int) -> int:
-    """The finalizer of SplitMix64 (Steele et al., 2014): neighbours get seeds that have nothing in common."""
+    """The finalizer of SplitMix64 (Steele et al., 2014): neighboring numbers get unrelated seeds."""
     z = (number + 0x9E3779B97F4A7C15) & (1 << 64) - 1
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
@@ -48,7 +48,7 @@ def _mixed(number: int) -> int:
 
 
 def seed_for(sample: int) -> None:
-    """Seed torch's, Python's and NumPy's generators for a sample; an index that is no :class:`Sample` changes nothing."""
+    """Seed torch's, Python's and NumPy's generators for a sample; an index that is not a :class:`Sample` changes nothing."""
     if not isinstance(sample, Sample):
         return
     random.seed(sample.seed)
@@ -60,9 +60,9 @@ def seed_for(sample: int) -> None:
 
 
 class SeededDataset:
-    """A map-style dataset that seeds the generators before each sample. Looks like the one that it stands for.
+    """A map-style dataset that seeds the generators before each sample. Looks like the dataset that it wraps.
 
-    A dataset that reads whole batches (``__getitems__``, or a loader with ``batch_size=None``) is seeded once for each, for the batch's
+    If whole batches are read (``__getitems__``, or a loader with ``batch_size=None``), it seeds once per batch, for the batch's
     first sample.
     """
 
@@ -104,9 +104,9 @@ class SeededDataset:
 
 @contextmanager
 def seeded(loader: Any) -> Generator[None, None, None]:
-    """In the block, a ``DataLoader`` begins iterations whose worker processes seed each sample."""
+    """Iterations of a ``DataLoader`` that start in this block have worker processes that seed each sample."""
     dataset = loader.dataset
-    # The loader refuses to have it set, because it would not heed that later; here it is for the iteration that begins.
+    # The loader does not allow setting it, as running workers would not see the change; here it is set before they start.
     object.__setattr__(loader, "dataset", SeededDataset(dataset))
     try:
         yield
@@ -116,16 +116,16 @@ def seeded(loader: Any) -> Generator[None, None, None]:
 
 @contextmanager
 def drawn_alike(loader: DataLoader[Any]) -> Generator[None, None, None]:
-    """A block in which iterating over a loader draws the same numbers, whether or not its workers are running already.
+    """A block in which iterating over a loader draws the same numbers, whether or not its workers are already running.
 
-    With ``persistent_workers``, torch draws a seed for them when it starts them, so in a process that begins in the midst of the
-    training the order of the epoch's samples would be another one.
+    With ``persistent_workers``, torch draws a seed for them when it starts them, so in a process that starts partway through the
+    training, the epoch's samples would come in another order.
     """
     if not loader.persistent_workers or torch_private.has_workers(loader):
         yield
         return
     held = loader.generator
-    # From the generator, without drawing from it.
+    # Derived from the generator's state, without drawing from it.
     state = torch.get_rng_state() if held is None else held.get_state()
     seed = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     loader.generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)

@@ -1,1 +1,1 @@
-"""After a loss: who is right, and how all come to one step."""
+"""After a loss: whose state is right, and how all ranks get to the same step."""

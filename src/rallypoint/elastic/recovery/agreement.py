@@ -1,7 +1,7 @@
-"""Who is right after a loss: decisions only.
+"""Whose state is right after a loss: decisions only.
 
-With replicated state every rank is either at the beginning of a step, or behind it. Who is furthest is right: its gradient had
-everybody's part. The others get its state. With sharded state nobody has the lost part: all go back to a snapshot (:mod:`.schedule`).
+With replicated state every rank is either at the beginning of a step or past it. The furthest rank is right: all contributed to
+its gradient. The others get its state. With sharded state nobody has the lost part: all go back to a snapshot (:mod:`.schedule`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Standing:
         fingerprint: of its parameters, at the first start; 0 afterwards.
         groups: the groups that can be kept, in the order in which this rank made them: name and members.
         timeouts: of these groups' collectives, in seconds.
-        layouts: of each DDP module: which gradients are reduced together; None before DDP has settled it.
-        snapshots: number and steps of those that it has whole; None if the state is replicated.
+        layouts: for each DDP module, which gradients are reduced together; None before DDP has settled it.
+        snapshots: number and steps of the complete snapshots that it has; None if the state is replicated.
         node: the number of its node.
-        lacks_own: it takes a lost rank's place, and what that one kept was lost with its node.
+        lacks_own: it takes a lost rank's place, and the memory of the lost rank was lost with its node.
         door: where it takes copies of other ranks' state: host, port and token; None if it takes none.
-        guests: whose snapshots it has whole, and which.
-        ranks: how many ranks its state is for: what the script changes with that number (``Session.on_resize``) is done.
-        unused: of each DDP module with a static graph that this rank knows: the parameters that no rank uses; None of others.
-        replica: how many ranks have the whole state together, if there may be more or fewer replicas; else 0.
-        waits: it is not whole because it has not got another rank's state, or only a part of it.
+        guests: which complete snapshots it has, by the rank that took them.
+        ranks: how many ranks its state is for: the script's changes for that number (``Session.on_resize``) are done.
+        unused: for each DDP module whose static graph this rank knows, the parameters that no rank uses; None for the others.
+        replica: how many ranks together hold the whole state, if the number of replicas may change; else 0.
+        waits: it is not whole because it has received nothing yet of another rank's state, or only a part.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Fetch:
     Args:
         rank: lacks it.
         holder: has it.
-        whose: the rank that took it: ``rank`` if it is a copy; ``holder`` if that is at the same place of another replica.
+        whose: the rank that took it: ``rank`` if it is a copy; ``holder`` if that rank has the same place in another replica.
     """
 
     rank: int
@@ -105,15 +105,15 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What follows.
+    """What all ranks do next.
 
     Args:
         source: the rank whose state is right; None if all go back to a snapshot.
         receivers: the ranks that get it, in order.
         steps: how many steps are complete.
         layouts: of DDP's gradients, for all ranks.
-        snapshot: to which all go back.
-        fetches: of those who lack their part of it. All do them in this order.
+        snapshot: the one that all go back to.
+        fetches: for the ranks that lack their part of it. All ranks go through them in this order.
         known: what each rank knows of static graphs (``Standing.unused``).
     """
 
@@ -129,7 +129,7 @@ class Verdict:
 def longest_timeouts(
     standings: Sequence[Standing],
 ) -> dict[tuple[str, tuple[int, ...]], float]:
-    """By group, in seconds: a newcomer does not know what the script has changed since its set-up."""
+    """The longest timeout of each group, in seconds: a newcomer does not know what the script has changed since its set-up."""
     longest: dict[tuple[str, tuple[int, ...]], float] = {}
     for each in standings:
         for group, timeout in zip(each.groups, each.timeouts, strict=True):
@@ -138,7 +138,7 @@ def longest_timeouts(
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:
-    """Decide, from what all ranks say; every rank comes to the same.
+    """Decide from the standings of all ranks; every rank comes to the same verdict.
 
     Raises:
         ElasticError: no rank is whole, no snapshot is complete, or the sessions differ.
@@ -201,7 +201,7 @@ def _go_back(standings: Sequence[Standing]) -> Verdict:
 
 
 def _sources(standings: Sequence[Standing]) -> dict[int, list[tuple[Held, Fetch]]]:
-    """From where each rank can get a part of a snapshot: its own rather than that of another replica."""
+    """Where each rank can get a part of a snapshot: its own part first, then that of another replica."""
     found: dict[int, list[tuple[Held, Fetch]]] = {each.rank: [] for each in standings}
     for each in standings:
         for rank, copied in each.guests:
@@ -230,7 +230,7 @@ def _layouts(
 
 
 def _compare_groups(standings: Sequence[Standing]) -> None:
-    """Every member of a group must have it, or forming it anew would wait for ever."""
+    """Check that every member of a group has it: otherwise, forming it again would block forever."""
     held = {each.rank: dict(each.groups) for each in standings}
     for each in standings:
         for name, members in each.groups:

@@ -1,7 +1,7 @@
-"""The part of a session's state that lies on this rank: as bytes for a snapshot, and back from one.
+"""The part of a session's state that is on this rank: as bytes for a snapshot, and back from one.
 
-Sharded tensors go in as this rank's part. Everything is put back into the same modules and optimizers, so what holds them
-(FSDP's hooks, a scheduler) goes on with them.
+Of sharded tensors, this is the rank's part. Everything is put back into the same modules and optimizers, so whatever holds them
+(FSDP's hooks, a scheduler) keeps working with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARD = "rallypoint shard"
 
 
 class LocalState:
-    """This rank's part.
+    """This rank's part of the state.
 
     Args:
         objects: what the session was given.
@@ -36,10 +36,10 @@ class LocalState:
 
     @torch.no_grad()
     def pack(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Structure, and tensors; the tensors are the state itself, not copies.
+        """The structure and the tensors. The tensors are the state itself, not copies.
 
         Raises:
-            ElasticError: an optimizer's state is sharded in another way than its parameters.
+            ElasticError: an optimizer's state is sharded differently from its parameters.
         """
         tensors = list(self._objects.local_tensors())
         in_place = len(tensors)
@@ -67,15 +67,15 @@ class LocalState:
 
     @torch.no_grad()
     def restore(self, structure: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """Make it the present state.
+        """Make it the current state.
 
         Args:
             structure: from :meth:`pack`.
-            tensors: as bytes (``[n]``, uint8), which this copies.
+            tensors: as bytes (``[n]``, uint8), which are copied.
         """
         for module in self._objects.modules:
             torch_private.reset_fsdp(module)
-        # A forward pass may have assigned others, of other shapes.
+        # A forward pass may have assigned other buffers, of other shapes.
         self._objects.buffers.take(structure["buffers"])
         own = list(self._objects.local_tensors())
         for each, held in zip(own, tensors[: structure["in place"]], strict=True):
@@ -83,8 +83,8 @@ class LocalState:
         others, groups = self._objects.others, structure["groups"]
         for each, held in zip(others, groups, strict=True):
             if isinstance(each, torch.optim.Optimizer):
-                del each.param_groups[len(held) :]  # they came later
-        # Before the tensors of their state are filled, which are sharded as the parameters.
+                del each.param_groups[len(held) :]  # these were added later
+        # The parameters come first: the tensors of their state, filled below, are sharded like them.
         options = [
             state.get("optimizer", {}).get("param_groups", ()) for state in structure["rest"]
         ]
@@ -100,7 +100,7 @@ class LocalState:
 def laid_out(
     head: bytes, tensors: list[torch.Tensor]
 ) -> tuple[int, Iterator[tuple[int, torch.Tensor]]]:
-    """Where a head and tensors go in the contents of a slot: their size, and the pieces."""
+    """How a head and tensors are laid out in a slot: the size of the contents, and its pieces."""
     first = torch.frombuffer(
         bytearray(len(head).to_bytes(ALIGNED, "little") + head), dtype=torch.uint8
     )
@@ -126,7 +126,7 @@ def taken_apart(contents: torch.Tensor) -> tuple[bytes, torch.Tensor]:
 
 
 def tensors_in(contents: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """Tensors that follow each other, as bytes."""
+    """The tensors that follow one another in the contents, as bytes."""
     found, at = [], 0
     for size in sizes:
         found.append(contents[at : at + size])
@@ -154,11 +154,11 @@ def _fill(tensor: torch.Tensor, held: torch.Tensor) -> None:
         tensor.copy_(held.view(tensor.dtype).view(tensor.shape))
 
 
-# -- state_dict, of optimizers with the part of each parameter ----------------------------------------------------------
+# -- state_dict; an optimizer's with the parameter that each part belongs to --------------------------------------------
 
 
 def _parameters_of(given: Any) -> list[torch.Tensor]:
-    """The parameters of an optimizer, in the order in which its state counts them."""
+    """The parameters of an optimizer, in the order in which its state numbers them."""
     if not isinstance(given, torch.optim.Optimizer):
         return []
     local = torch_private.local_optimizer(given)
@@ -166,12 +166,12 @@ def _parameters_of(given: Any) -> list[torch.Tensor]:
 
 
 def _owner(key: Any, parameters: list[torch.Tensor]) -> torch.Tensor | None:
-    """Whose state stands under a key; None: it is of no parameter."""
+    """The parameter whose state is under a key; None if it is no parameter's."""
     return parameters[key] if type(key) is int and key < len(parameters) else None
 
 
 def _emptied(state: Any, tensors: list[torch.Tensor], owner: torch.Tensor | None) -> Any:
-    """``state`` with tensors replaced by their place in ``tensors``."""
+    """``state``, with each tensor replaced by its place in ``tensors``."""
     if isinstance(state, torch.Tensor):
         kind = _TENSOR
         if torch_private.is_sharded(state):

@@ -1,4 +1,4 @@
-"""After a loss: all ranks meet again, agree on a step, and bring each other there."""
+"""After a loss: all ranks meet again, agree on a step, and bring one another to it."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ _log = logging.getLogger(__name__)
 PATIENCE = 10.0
 # Seconds to wait for the others after a loss: a newcomer runs the script's set-up first.
 MEETING = 3600.0
-# How many nodes keep the record of each rank's set-up, where nothing else is kept on other nodes.
+# How many nodes keep the record of each rank's set-up if nothing else is kept on other nodes.
 RECORD_COPIES = 2
 # What a lost peer looks like to the caller of a collective.
 _SIGNS = (
     *("connection closed by peer", "connection reset", "broken pipe", "connection refused"),
     *("socket closed", "timed out waiting", "no longer", "gloo", "nccl", "connection was closed"),
 )
-# Bytes of a message, when snapshots are brought.
+# Bytes of a message when a snapshot is transferred.
 PIECE = 64 << 20
-# A checksum has 64 bits, and integers of tensors have a sign.
+# A checksum has 64 bits, and a tensor's integers are signed.
 _HALF = 1 << 32
 # The rank whose state is right does not know what its buffers were. (An empty value cannot be waited for.)
 _UNKNOWN = b"-"
-# Outside of training, there is nothing to tell apart.
+# Outside of training, any of these is taken for a loss.
 LOST: tuple[type[BaseException], ...] = (RuntimeError, RendezvousError, OSError)
 
 
 class Stage(IntEnum):
-    """How far a rank is in a meeting: tells the supervisors whom the others wait for, if it does not come to the next one."""
+    """How far a rank is in a meeting: shows the supervisors whom the others wait for if a rank does not reach the next stage."""
 
-    MEETS = 0  # tells the others where it stands, and waits for what they say
-    KNOWN = 1  # knows where all stand
+    MEETS = 0  # tells the others its standing, and waits for theirs
+    KNOWN = 1  # knows the standings of all
     HAS_MET = 2
 
 
@@ -68,10 +68,10 @@ class Recovery:
         why: how they were lost.
         steps: how many steps were complete.
         repeated: whether this rank repeats a step.
-        redone: how many completed steps it redoes, with sharded state.
+        redone: how many completed steps this rank redoes, with sharded state.
         formed: seconds from the notice until all were connected again; most of it is the newcomer's set-up.
-        transferred: seconds that the state took.
-        bytes_moved: that this rank sent or received.
+        transferred: seconds that the transfer of the state took.
+        bytes_moved: how many bytes this rank sent or received.
     """
 
     generation: int
@@ -91,23 +91,23 @@ def _pieces(contents: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Meeting:
-    """One rank's part in it.
+    """One rank's part in the meetings.
 
     Args:
         kept: this process.
         objects: what the session was given.
         course: the script's.
-        keeping: of this rank.
-        memory: of this rank.
+        keeping: this rank's.
+        memory: this rank's.
         copies: on other nodes, if there are any.
-        replica: how many ranks have the whole state together, if there may be more or fewer replicas; else 0.
+        replica: how many ranks together hold the whole state, if the number of replicas may change; else 0.
 
     Attributes:
         whole: this rank's state is that after its last complete step.
         begun: what the step under way began with; None between two steps.
         history: all recoveries that this process took part in.
-        ranks: how many ranks this process's state is for; whoever makes it one for another number sets it.
-        has_moved: this rank was another one, or one of another number, before the last meeting; whoever heeds it sets it to False.
+        ranks: how many ranks this process's state is for. The code that adapts the state to another number sets it.
+        has_moved: this process's rank or the number of ranks changed in the last meeting. The code that acts on it resets it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Meeting:
         return newest is not None and newest.generation > self._kept.generation
 
     def explains(self, error: BaseException) -> bool:
-        """Whether an error in a step is the sign of a loss.   Blocks: until the supervisor tells, for :data:`PATIENCE`."""
+        """Whether an error in a step is the sign of a loss.   Blocks: until the supervisor says so, at most :data:`PATIENCE`."""
         if not isinstance(error, (*LOST, MembershipChanged)):
             return False
         text = str(error).lower()
@@ -163,10 +163,10 @@ class Meeting:
         return self._kept.link.wait(self._kept.generation, patience) is not None
 
     def change(self, error: BaseException | None) -> MembershipChanged | None:
-        """What a collective of the script raises after a loss.   Blocks: as :meth:`explains`.
+        """What a collective of the script raises after a loss.   Blocks: like :meth:`explains`.
 
         Args:
-            error: that ended it; None: it has not begun.
+            error: the one that ended the collective; None: it has not begun.
         """
         if self._is_under_way or (error is None and not self.is_due):
             return None
@@ -178,7 +178,7 @@ class Meeting:
         return MembershipChanged(notice.ranks, notice.why)
 
     def compare(self) -> None:
-        """At the first start: whether all ranks have entered the same session.
+        """At the first start: check that all ranks have entered the same session.
 
         Raises:
             ElasticError: they have not.
@@ -198,7 +198,7 @@ class Meeting:
             self.recover(error)
 
     def confirm(self) -> None:
-        """Wait for all ranks. A loss meanwhile is recovered from."""
+        """Wait for all ranks, and recover from any loss meanwhile."""
         while True:
             try:
                 self._barrier()
@@ -207,17 +207,17 @@ class Meeting:
                 self.recover(error)
 
     def catch_up(self, error: BaseException | None = None) -> None:
-        """Between two steps: recover from the loss that an error is a sign of, or from one that was told, if any."""
+        """Between two steps: recover from the loss that the error is a sign of, or else from one that was reported, if any."""
         if error is None and not self.is_due:
             return
         self.begun = None
         self.recover(error)
 
     def recover(self, error: BaseException | None) -> None:
-        """Meet the others again, and have all at one step.
+        """Meet the others again, and get all to the same step.
 
         Args:
-            error: by which this rank noticed; raised again if nobody explains it.
+            error: the one by which this rank noticed the loss; raised again if the supervisor does not explain it.
         """
         self._is_under_way = True
         try:
@@ -234,12 +234,12 @@ class Meeting:
                     raise error
                 raise ElasticError("a peer is gone, and the supervisor does not say why")
             if error is not None:
-                # They hold the frames of the step, and with them the old group.
+                # The error holds the frames of the step, and they hold the old group.
                 raised.forget_frames(error)
             try:
                 self._meet(notice)
             except ElasticError:
-                # Another process would come to the same.
+                # Another process in this one's place would fail in the same way.
                 self._kept.link.tell({"kind": "kept refused"})
                 raise
             except LOST as failure:
@@ -250,7 +250,7 @@ class Meeting:
             return
 
     def count_anew(self) -> None:
-        """All ranks have met: the supervisor compares the collectives that they begin from here on."""
+        """All ranks have met: the supervisor compares the collectives that they start from here on."""
         self._count_from(Stage.HAS_MET, self._kept.generation)
 
     def _count_from(self, stage: Stage, generation: int) -> None:
@@ -269,7 +269,7 @@ class Meeting:
             if self._copies is not None:
                 self._copies.resize(self._rank, dist.get_world_size())
         standings = self._introduce(wiring)
-        # One may have stopped since it introduced itself. Gloo would not wait for it for long, and cannot be interrupted.
+        # A rank may have stopped since it introduced itself. Gloo would not wait long for it, and cannot be interrupted.
         self._count_from(Stage.KNOWN, notice.generation)
         wiring.gather(len(standings), MEETING)
         if self._is_new:
@@ -319,7 +319,7 @@ class Meeting:
         group.barrier_now()
 
     def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
-        """Tell all others where this rank stands, and wait for what they say."""
+        """Tell all others this rank's standing, and wait for theirs."""
         copies, (host, port) = self._copies, self._kept.address
         door = None if copies is None else copies.open(host, port)
         mine = Standing(
@@ -330,7 +330,7 @@ class Meeting:
             fingerprint=fingerprint,
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             timeouts=tuple(group.timeout.total_seconds() for group in self._kept.groups),
-            # That of a rank that is not whole would not count.
+            # The layout of a rank that is not whole would not count.
             layouts=self._objects.layouts(settle=self.whole or self._objects.keeps_snapshots),
             unused=self._objects.static_graphs.unused(),
             snapshots=self._keeping.held(),
@@ -354,7 +354,7 @@ class Meeting:
         return standings
 
     def _share_place(self, wiring: Wiring, verdict: Verdict, standings: Sequence[Standing]) -> None:
-        """Tell those whose memory was lost with their node what was kept of them here, and where in the data the others are."""
+        """Send ranks whose memory was lost with their node what was kept for them here, and the others' place in the data."""
         if verdict.source is None or not any(each.lacks_own for each in standings):
             return
         copies, nodes = self._copies, [each.node for each in standings]
@@ -371,7 +371,7 @@ class Meeting:
                 return
         if self._rank != verdict.source and (place := wiring.wait("place", MEETING)):
             self._keeping.take_place(place)
-            # Where the number of ranks changes, it may be one more.
+            # If the number of ranks changes, this may be an additional rank, which has lost nothing.
             if standings[verdict.source].ranks == len(standings):
                 _log.warning(
                     "the random state of rank %d was lost with its node: it continues with the one after the script's set-up",
@@ -379,7 +379,7 @@ class Meeting:
                 )
 
     def _share_buffers(self, wiring: Wiring, verdict: Verdict) -> bytes:
-        """Tell those who receive the state which buffers are everybody's, not a rank's own. Returns it in these."""
+        """Tell the receivers of the state which buffers all ranks have alike. Returns the digests in a receiver, else nothing."""
         if self._rank == verdict.source and verdict.receivers:
             wiring.set("buffers", self._keeping.buffers_behind(verdict.steps) or _UNKNOWN)
         if verdict.source is None or self._rank not in verdict.receivers:
@@ -387,7 +387,7 @@ class Meeting:
         return wiring.wait("buffers", MEETING)
 
     def _connect_copies(self, standings: Sequence[Standing], generation: int) -> None:
-        """All have the state: from here on it is copied to other nodes."""
+        """All ranks have the state: from here on it is copied to other nodes."""
         if self._copies is None:
             return
         doors = [None if each.door is None else Door(*each.door) for each in standings]
@@ -400,7 +400,7 @@ class Meeting:
         self._keeping.copy(sorted(set.intersection(*held)) if held else ())
 
     def _undo_step(self, verdict: Verdict) -> None:
-        """What others receive from here is the state before the step that is to be repeated."""
+        """Make what others receive from here the state before the step that is to be repeated."""
         begun = self.begun
         if begun is not None:
             self._objects.drop_gradients(begun.gradients)
@@ -428,7 +428,7 @@ class Meeting:
         return 0
 
     def _fetch(self, group: KeptGroup, held: Held, fetches: Sequence[Fetch]) -> int:
-        """Bring those who lack their part of a snapshot one. Returns how many bytes this rank sent or received."""
+        """Transfer parts of a snapshot to the ranks that lack theirs. Returns how many bytes this rank sent or received."""
         moved = 0
         for each in fetches:
             if self._rank == each.holder:
@@ -460,7 +460,7 @@ class Meeting:
         return self._copies.guests.contents(fetch.whose, held)
 
     def _settle(self, verdict: Verdict, buffers: bytes) -> None:
-        """Make everything as it was at the beginning of the step to come."""
+        """Make everything as it was at the beginning of the next step."""
         begun, course = self.begun, self._course
         if self._copies is not None and verdict.snapshot is not None:
             self._copies.guests.drop_after(verdict.snapshot.number)
@@ -469,7 +469,7 @@ class Meeting:
             verdict, begun, receives=receives, is_new=self._is_new, buffers=buffers
         )
         self._objects.restore_layouts(verdict.layouts, verdict.known)
-        # From here on this rank can be right.
+        # From here on this rank's state can be the right one.
         self.whole, self._waits = True, False
         self._is_new = self._lacks_own = False
         if course.steps != verdict.steps:

@@ -1,4 +1,4 @@
-"""Keeping replicated state: others have the model and the optimizer, so a rank keeps only what is its own, in every step."""
+"""Keeping replicated state: other ranks have the model and the optimizer, so in every step a rank keeps only what is its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Replicated:
         memory: None where nothing can be kept.
         catch_up: recovers from a loss, if there is one.
         copies: on other nodes, if there are any.
-        resizes: the session may go on with another number of ranks, which share the samples of a batch in another way: with a batch in
-            hand, nobody is met before its step begins.
+        resizes: the session may continue with another number of ranks, which divides the samples differently: with a batch in
+            hand, this rank does not meet the others before its step begins.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Replicated:
         self._catch_up = catch_up
         held = [] if memory is None or memory.held is None else parted(memory.held)
         self.own = held[0] if held else None
-        self._before = held[1] if len(held) > 1 else None  # of the step before
+        self._before = held[1] if len(held) > 1 else None  # of the previous step
         self._packed = self._packed_before = b""
         self.random: RandomState | None = None
         self.ranks = 0
         self.communicates = False
-        # Collectives of the step under way, and of the one before.
+        # How many collectives are in the step under way so far, and how many were in the previous one.
         self._collectives = self._usual = 0
 
     def held(self) -> tuple[Held, ...] | None:
@@ -94,7 +94,7 @@ class Replicated:
         if self.own is None:
             return None
         if not self.own.place.in_body:
-            # The loop was left (break), and what follows it was under way.
+            # The script had left the loop (break), and was in what follows it.
             self.random = self.own.random
             return self.random
         self.random = self.own.call
@@ -130,12 +130,12 @@ class Replicated:
         )
 
     def note_collective(self) -> None:
-        """Behind a step's last collective this rank may die in a step that the others complete."""
+        """Keep the state once more: after a step's last collective this rank may die while the others complete the step."""
         self._collectives += 1
         if self.own is None or self._memory is None:
             return
         if self._collectives < self._usual and self._objects.buffers.are_on_gpu():
-            # It waits for the GPU, and is needed at the last one only: that of the step before tells which it is.
+            # Keeping them waits for the GPU, and only the last collective needs it: the previous step tells which one that is.
             return
         state, buffers = RandomState.now(), self._objects.buffers.as_bytes()
         later = self.own.later
@@ -143,7 +143,7 @@ class Replicated:
             return
         self.own = replace(self.own, later=state, later_buffers=buffers)
         self._write(self._memory)
-        # A node may be lost behind it, too. What this record does not tell, the one of the next step does.
+        # A node may be lost after the last collective, too. What this record lacks, the one of the next step has.
         self._copy()
 
     def buffers_behind(self, steps: int) -> bytes:
@@ -161,8 +161,8 @@ class Replicated:
         buffers: bytes,
     ) -> None:
         if begun is not None and self._course.steps == verdict.steps:
-            # In a loop of the user's own, the script draws once more what it drew before the step. Whatever that is, the step
-            # begins with the same as before.
+            # In a loop of the user's own, the script draws again what it drew before the step. Whatever it draws, the step
+            # begins with the same generators as the first time.
             is_outside = self.own is not None and not self.own.place.in_body
             (self.own.newest if self.own and is_outside else begun.random).restore()
             self.random = begun.random
@@ -182,7 +182,7 @@ class Replicated:
         pass
 
     def own_at(self, steps: int) -> bytes:
-        """This rank's own state after so many steps, packed; empty if it is not known."""
+        """This rank's own state after this many steps, packed; empty if it is not known."""
         own = None if self.own is None else self.own.at(steps)
         return b"" if own is None else own.pack()
 
@@ -202,7 +202,7 @@ class Replicated:
         pass
 
     def before_batch(self) -> OwnState:
-        """This rank's own state before the batch in hand was fetched, of whose body nothing is complete."""
+        """This rank's own state before the batch in hand was fetched. Nothing of that batch's body is complete."""
         assert self.own is not None
         return OwnState(self._course.steps, self._course.place, self.own.random)
 
@@ -260,11 +260,11 @@ class Replicated:
         memory.keep(joined(self._packed, self._packed_before))
 
     def _continue(self, steps: int, theirs: bytes, *, is_new: bool) -> None:
-        """In a rank that skips to a later step: what is its own is that of this step, too.
+        """In a rank that skips to a later step: bring its own state to that step, too.
 
         Args:
-            steps: where.
-            theirs: digests of the buffers of the rank whose state was received, before the last collective of the step before.
+            steps: the number of that step.
+            theirs: digests of the sending rank's buffers, before the last collective of the previous step.
             is_new: this process takes a lost one's place.
         """
         kept = [each for each in (self.own, self._before) if each is not None]
@@ -278,8 +278,8 @@ class Replicated:
             return
         own.newest.restore()
         alike = () if is_exact else _alike(self._objects.buffers.digests(own.buffers), theirs)
-        # A buffer that was the same on both ranks then is not this rank's own. It may have changed since, behind the collective:
-        # a count of updates of an average, say. What was received has that.
+        # A buffer that was the same on both ranks at that point is not this rank's own. It may have changed since, after the
+        # collective, as an average's count of updates does. The received state includes that change.
         self._objects.buffers.fill(own.buffers, alike)
         own = replace(own, buffers=self._objects.buffers.as_bytes())
         self.own, self._before, self._packed_before = own, None, b""
@@ -292,7 +292,7 @@ class Replicated:
 
 
 def _alike(mine: bytes, theirs: bytes) -> list[bool]:
-    """Of each buffer: whether two ranks' digests are the same. Empty if one of them is not known."""
+    """For each buffer, whether two ranks' digests are the same. Empty if one rank's are not known."""
     if len(mine) != len(theirs):
         return []
     places = range(0, len(mine), DIGEST)

@@ -1,4 +1,4 @@
-"""Before a session: whether it can go on with another number of ranks in the same processes."""
+"""Before a session: whether it can continue with another number of ranks in the same processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rallypoint.elastic.worker.process import KeptProcess
 
 
 def prepare(kept: KeptProcess, objects: Objects, on_misfit: Callable[[], None]) -> int | None:
-    """Learn how groups, meshes and tensors lie over the ranks, so that they can be renewed for more or fewer replicas.
+    """Learn how groups, meshes and tensors are laid out over the ranks, so that they can be rebuilt for more or fewer replicas.
 
     Args:
         kept: this process.
         objects: the session's.
-        on_misfit: called when a group is made later that does not allow it any more.
+        on_misfit: called when a group is made later that rules this out.
     Returns:
-        How many ranks have the whole state together; None if it needs the number of ranks that there are.
+        How many ranks together hold the whole state; None if the session cannot do without the present number of ranks.
     """
     if objects.has_zero or objects.ranks_differ:
         return None

@@ -1,4 +1,4 @@
-"""Keeping sharded state: nobody else has a rank's part of it, so all take snapshots, and a loss leads all back to one."""
+"""Keeping sharded state: nobody else has a rank's part, so all ranks take snapshots, and a loss takes them back to one."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LOST: tuple[type[BaseException], ...] = (RuntimeError, OSError)
 
 
 class Sharded:
-    """Snapshots, taken where the script can come back to.
+    """Snapshots, taken at places that the script can go back to.
 
     A snapshot belongs to a scope: a loop over batches, or the stretch between two of them. A loss leads back only within
-    the scope that is under way.
+    the current scope.
 
     Args:
         objects: what the session was given.
         course: the script's.
-        snapshots: of this rank.
-        catch_up: recovers from a loss between two steps: from the one that the error is a sign of, or from one that
-            was told, if there is one.
+        snapshots: this rank's.
+        catch_up: recovers from a loss between two steps: from the one that the error is a sign of, or else from one that
+            was reported, if any.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sharded:
         self._scope = 0
         self.communicates = False
         self.random: RandomState | None = None
-        self._is_twins = False  # the snapshot that was taken over
+        self._is_twins = False  # the part of a snapshot that was received is another replica's
         self._before_batch: OwnState | None = None
 
     @property
@@ -68,7 +68,7 @@ class Sharded:
         return 0
 
     def begin(self) -> None:
-        # Before anybody counts on this rank: from now on there is a snapshot to go back to.
+        # Before anybody counts on this rank: there must be a snapshot to go back to.
         self._snapshots.take(self._own(), self._scope)
 
     def begin_batches(self, *, anew: bool) -> None:
@@ -113,7 +113,7 @@ class Sharded:
     def begin_step(
         self, *, is_task: bool, may_swap: bool = False, behind: RandomState | None = None
     ) -> Begun:
-        # With a batch in hand it is too late to go back: the first collective tells of a loss.
+        # With a batch in hand it is too late to go back: the first collective will report a loss.
         if not self._course.in_body and not is_task:
             self._keep()
         self._objects.check_state()
@@ -135,7 +135,7 @@ class Sharded:
         is_new: bool,
         buffers: bytes,
     ) -> None:
-        """Be where the snapshot was taken: with its state, in a loop that gives its batch next."""
+        """Go back to where the snapshot was taken: with its state, in a loop that yields its batch next."""
         assert verdict.snapshot is not None
         snapshots, course, modes = self._snapshots, self._course, self._objects.modes
         before = modes.now() if begun is None or begun.modes is None else begun.modes
@@ -159,7 +159,7 @@ class Sharded:
             modes.go_behind_last(is_new=True)
             course.continue_at(own)
         elif course.steps == own.steps:
-            # Nothing was completed since; what the script did between two steps is not undone.
+            # No step was completed since; what the script did between two steps is not undone.
             modes.restore(before)
             for optimizer, held in zip(optimizers, groups, strict=True):
                 optimizer.param_groups.extend(held[len(optimizer.param_groups) :])

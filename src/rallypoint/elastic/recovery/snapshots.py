@@ -1,4 +1,4 @@
-"""The snapshots of a session with sharded state: taken, agreed on by all ranks, and gone back to."""
+"""The snapshots of a session with sharded state: taking them, agreeing on them, and going back to one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .local_state import LocalState
 
 
 class Snapshots:
-    """This rank's side.
+    """This rank's snapshots.
 
     Args:
         objects: what the session was given.
         fd: of this rank's memory.
         every: how many steps a loss may cost, or None.
         copies: on other nodes, if there are any.
-        check: raises RuntimeError if what the GPU holds is not right, as a member was lost while it computed.
+        check: raises RuntimeError if what the GPU holds is wrong because a member was lost while it computed.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class Snapshots:
         self._check = check
         self._state = LocalState(objects)
         self._buffers = objects.buffers
-        # number -> which buffer was where. What a forward pass has put there since may be somebody else's, such as a part of a batch,
-        # and is not to be overwritten.
+        # number -> which buffer was where. A forward pass may since have put another tensor there that belongs to somebody else,
+        # such as a part of a batch, and must not be overwritten.
         self._placed: dict[int, list[Place]] = {}
         self._slots = Slots(fd)
         self._copies = copies
-        # While the last snapshot is being copied, the loss of a node leads back to the one before.
+        # While the last snapshot is being copied, the loss of a node leads back to the previous one.
         self._schedule = Schedule(every if every is None or copies is None else max(1, every // 2))
         self._is_copied_at_once = copies is not None and every == 1
         self._last = Held(0, 0)
         self._scope = 0  # of the last snapshot
         self._scopes: dict[int, int] = {}  # number -> where in the program this process took it
         self._is_due_at_once = False
-        self.ranks = 0  # how many the state was for that was restored last
-        self._cost = self._step = 0.0  # seconds of the last snapshot, and of a step before it
+        self.ranks = 0  # how many ranks the snapshot that was restored last was for
+        self._cost = self._step = 0.0  # seconds that the last snapshot took, and a step before it
         self._steps_since = clock.MONOTONIC.now()
 
     @property
     def interval(self) -> int:
-        """Steps from the last snapshot to the next."""
+        """Steps between the last snapshot and the next."""
         return self._schedule.interval
 
     def is_due(self, steps: int, scope: int, *, even_early: bool = False) -> bool:
@@ -68,8 +68,8 @@ class Snapshots:
 
         Args:
             steps: how many are complete.
-            scope: the loop over batches that is under way; one is due where another begins.
-            even_early: one is due if there was a step since the last.
+            scope: the loop over batches that is under way; a snapshot is due where another one begins.
+            even_early: a snapshot is due as soon as there was a step since the last.
         """
         if not self._last.number or scope != self._scope or self._is_due_at_once:
             return True
@@ -79,13 +79,13 @@ class Snapshots:
         """Copy this rank's part into its memory.
 
         Raises:
-            ElasticError: an optimizer's state is sharded in another way than its parameters.
+            ElasticError: an optimizer's state is sharded differently from its parameters.
             RuntimeError: a member is lost, so the state is not right.
-            OSError: no more memory.
+            OSError: out of memory.
         """
         begun = clock.MONOTONIC.now()
         if self._copies is not None:
-            # The one before is overwritten: from here on, a lost node's part of the last one must be elsewhere.
+            # This overwrites the previous snapshot, so each part of the last one must be on another node, too.
             self._copies.wait()
         structure, tensors = self._state.pack()
         record = {
@@ -115,7 +115,7 @@ class Snapshots:
     def _checked(
         self, pieces: Iterable[tuple[int, torch.Tensor]]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Copying them waits for the GPU. What was aborted meanwhile has left anything in them."""
+        """Copying the pieces waits for the GPU. An operation that was aborted meanwhile may have left anything in them."""
         yield from pieces
         self._check()
 
@@ -131,9 +131,9 @@ class Snapshots:
             self._copies.wait()
 
     def agree(self) -> None:
-        """Wait until all ranks have the last one, and learn from them when the next is due.
+        """Wait until all ranks have the last snapshot, and learn from them when the next is due.
 
-        Collective: all ranks.   Blocks: until they are there.
+        Collective: all ranks.   Blocks: until all have called it.
         Raises:
             RuntimeError: a rank is lost.
         """
@@ -146,7 +146,7 @@ class Snapshots:
         self._schedule.note(self._last.steps, cost, -step)
 
     def renew(self) -> None:
-        """The next one is due at once: the part that a rank has of the last is not quite its own."""
+        """Make the next snapshot due at once: some rank's part of the last one is not quite its own."""
         self._is_due_at_once = True
 
     def enter_scope(self, scope: int) -> None:
@@ -154,23 +154,23 @@ class Snapshots:
         self._scopes[self._last.number] = self._scope = scope
 
     def held(self) -> tuple[Held, ...]:
-        """The whole snapshots in this rank's memory; reads all of them."""
+        """The complete snapshots in this rank's memory. Reads all of them."""
         return self._slots.check()
 
     def scope_of(self, held: Held) -> int | None:
-        """Where this process took one; None if it did not."""
+        """The scope in which this process took a snapshot; None if it did not take it."""
         return self._scopes.get(held.number)
 
     def part(self, held: Held) -> tuple[torch.Tensor, int]:
-        """This rank's part of a snapshot, which is not to be kept: ``[n]``, uint8; and its checksum."""
+        """This rank's part of a snapshot (``[n]``, uint8; the caller must not keep it), and its checksum."""
         return self._slots.read(held), self._slots.place(held)[2]
 
     def contents(self, size: int) -> torch.Tensor:
-        """Memory for this rank's part of a snapshot, which comes from another node: ``[size]``, uint8. Not to be kept."""
+        """Memory for this rank's part of a snapshot from another node (``[size]``, uint8; the caller must not keep it)."""
         return torch.frombuffer(self._slots.prepare(size), dtype=torch.uint8)
 
     def complete(self, held: Held, size: int, checksum: int) -> None:
-        """It has come.
+        """This rank's part of a snapshot has arrived from another node.
 
         Raises:
             ElasticError: it is damaged.
@@ -181,10 +181,10 @@ class Snapshots:
             )
 
     def restore(self, held: Held) -> OwnState:
-        """Make the state of a snapshot the present one, and drop newer ones.
+        """Make the state of a snapshot the current one, and drop newer snapshots.
 
         Returns:
-            This rank's own state of then.
+            This rank's own state at the time of the snapshot.
         """
         head, contents = local_state.taken_apart(self._slots.read(held))
         record = local_state.unpacked(head)
@@ -203,5 +203,5 @@ class Snapshots:
         return OwnState.unpack(bytes(record["own"].numpy()))
 
     def close(self) -> None:
-        """Give the mappings back."""
+        """Release the mappings."""
         self._slots.close()

@@ -1,1 +1,1 @@
-"""What of a rank is copied to other nodes."""
+"""What a rank copies to other nodes."""

@@ -1,8 +1,8 @@
-"""What this rank sends to its partners on other nodes, so that the loss of its node takes nothing that nobody else has.
+"""What this rank sends to its partners on other nodes, so that nothing is lost with its node.
 
-Its own state goes out in each step, before the collective by which the others complete it: the kernel takes it at once, and
-sends it even if this process is killed. If a partner does not keep up, records are left out, not queued. Snapshots are
-sent in the background.
+Its own state goes out in each step, before the collective with which the others complete the step: the kernel takes it at once,
+and sends it even if this process is killed. If a partner does not keep up, records are skipped, not queued. Snapshots are sent in
+the background.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .guests import Guests
 
 
 _log = logging.getLogger(__name__)
-# Seconds until a partner is called again that has not answered.
+# Seconds until a partner that has not answered is called again.
 AGAIN = 10.0
 
 
@@ -37,7 +37,7 @@ class Copies:
         fd: of this rank's memory.
         rank: of this process.
         size: how many ranks there are.
-        count: how many nodes keep each rank's state, its own among them.
+        count: how many nodes keep each rank's state, including its own.
     """
 
     def __init__(self, fd: int, rank: int, size: int, count: int) -> None:
@@ -47,7 +47,7 @@ class Copies:
         self.count = count
         self._generation = -1
         self._store_host = ""
-        self._doors: dict[int, Door] = {}  # of the partners
+        self._doors: dict[int, Door] = {}  # the partners'
         self._lines: dict[int, Line] = {}
         self._called: dict[int, float] = {}
         self._has_warned = False
@@ -56,7 +56,7 @@ class Copies:
         self.spent = 0.0  # seconds of CPU time for the last snapshot
 
     def open(self, host: str, port: int) -> Door:
-        """Where this rank takes others' copies.
+        """Open the door at which this rank takes others' copies.
 
         Args:
             host, port: of the workers' store.
@@ -69,8 +69,8 @@ class Copies:
 
         Args:
             generation: of the meeting.
-            nodes: of each rank.
-            doors: of each rank.
+            nodes: each rank's node.
+            doors: each rank's door.
         """
         self._generation = generation
         found = partners.hosts(nodes, self._rank, self.count)
@@ -85,22 +85,22 @@ class Copies:
         return bool(self._doors)
 
     def of(self, nodes: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The ranks that keep a rank's copies, by the node of each rank."""
+        """The ranks that keep a rank's copies, given the node of each rank."""
         return partners.hosts(nodes, rank, self.count)
 
     def cut(self, generation: int) -> None:
-        """From any thread: a loss, and the others meet in this generation. Nobody waits for older connections any more."""
+        """From any thread: after a loss, all meet in this generation. End every wait on older connections."""
         if self._generation < generation:
             for line in list(self._lines.values()):
                 line.shut()
 
     def drain(self) -> None:
-        """Before the others are met: end all connections; what has come is kept."""
+        """Before this rank meets the others: end all connections. What has arrived is kept."""
         self._hang_up()
         self.guests.drain()
 
     def resize(self, rank: int, size: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. What was kept for others is not theirs any more."""
+        """There are this many ranks from now on, and this process is one of them. Copies kept so far are nobody's any more."""
         self._rank = rank
         self.guests.resize(rank, size)
 
@@ -147,7 +147,7 @@ class Copies:
             )
 
     def _drop(self, rank: int, error: Exception) -> None:
-        """The connection to a partner has ended: mostly because of a loss, of which the supervisor will tell."""
+        """The connection to a partner has ended: usually because of a loss, which the supervisor will report."""
         _log.debug("rank %d: the connection to rank %d broke: %s", self._rank, rank, error)
         line = self._lines.pop(rank, None)
         if line is not None:
@@ -157,11 +157,11 @@ class Copies:
     # -- own state ----------------------------------------------------------------------------------
 
     def keep(self, steps: int, record: bytes) -> None:
-        """Send this rank's own state.   Does not block, but to call a partner again.
+        """Send this rank's own state.   Does not block, except to call a partner again.
 
         Args:
             steps: how many were complete.
-            record: packed.
+            record: the packed state.
         """
         for rank in self._doors:
             line = self._lines.get(rank) or self._dial(rank)
@@ -176,11 +176,11 @@ class Copies:
     # -- snapshots ----------------------------------------------------------------------------------
 
     def begin(self, held: Held, begin: int, size: int, checksum: int) -> None:
-        """Send a snapshot, in the background. The one before must be done: :meth:`wait`.
+        """Send a snapshot in the background. The previous one must be done: see :meth:`wait`.
 
         Args:
-            held: which.
-            begin: where its contents begin in the memory; they stay until they are sent.
+            held: the snapshot.
+            begin: where its contents begin in the memory; they must stay until they are sent.
             size: in bytes.
             checksum: of the contents.
         """
@@ -194,9 +194,9 @@ class Copies:
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait until the last snapshot is copied. Returns whether it is, at all partners.
+        """Wait until the last snapshot is copied. Returns whether all partners have it.
 
-        Ends early after a loss.
+        Returns early after a loss.
         """
         self._join()
         return self._is_copied

@@ -1,13 +1,13 @@
 """Connections on which copies of a rank's state travel to its partner on another node.
 
-Both ends prove that they know the job's secret, and every byte is under a MAC (:mod:`rallypoint.wire.auth`, :mod:`~rallypoint.wire.seal`).
-A job without a secret has no MACs; there, only those who can read the workers' store know the token.
+Both ends prove that they know the job's secret, and every byte is under a MAC (:mod:`rallypoint.wire.auth`,
+:mod:`~rallypoint.wire.seal`). A job without a secret has no MACs; its token is known to whoever can read the workers' store.
 
-The rank sends, its partner answers. A frame's ``call`` holds a number:
+The rank sends, and its partner answers. A frame's ``call`` holds a number:
 
 - ``OWN``, steps: the rank's own state in this step, as payload. Not answered.
 - ``OFFER``, number: a snapshot, described by :data:`OFFERED`; answered by ``READY``.
-- ``CONTENTS``, number: the snapshot's contents as the only buffer; answered by ``DONE`` once it is kept.
+- ``CONTENTS``, number: the snapshot's contents as the only buffer; answered by ``DONE`` once they are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN, OFFER, READY, CONTENTS, DONE = range(1, 6)
 OFFERED = struct.Struct("=QQQ")
 # Seconds for a connection and its handshake.
 PATIENCE = 5.0
-# Seconds of silence after which the kernel gives an idle connection up. Losses are told by the supervisor.
+# Seconds of silence after which the kernel gives up an idle connection. Losses are reported by the supervisor.
 HEARTBEAT = 30.0
 _CHUNK = 8192
 
@@ -46,8 +46,8 @@ class Door:
     """Where a rank takes copies.
 
     Args:
-        host: empty: the host of the workers' store.
-        port: on it.
+        host: where it listens; empty: the host of the workers' store.
+        port: the port there.
         token: as hex; identifies the listener.
     """
 
@@ -57,7 +57,7 @@ class Door:
 
 
 def offer(held: Held, size: int, checksum: int) -> list[bytes | memoryview]:
-    """A frame that offers a snapshot of so many bytes."""
+    """A frame that offers a snapshot of this many bytes."""
     return encode(OFFER, held.number, OFFERED.pack(held.steps, size, checksum))
 
 
@@ -70,7 +70,7 @@ def dial(door: Door, store_host: str, rank: int) -> Line:
         rank: of this process.
     Raises:
         OSError: nobody answers.
-        ProtocolError: it does not know the job's secret.
+        ProtocolError: the partner does not know the job's secret.
     """
     deadline = Deadline(PATIENCE)
     sock = socket.create_connection((door.host or store_host, door.port), timeout=PATIENCE)
@@ -83,15 +83,15 @@ def welcome(
     """The accepting end of :func:`dial`.
 
     Args:
-        sock: accepted; it is taken over.
-        token: of the door.
+        sock: an accepted socket, which this takes over.
+        token: the door's.
         rank: of this process.
-        allocate: gives memory for the contents of a snapshot.
+        allocate: provides memory for the contents of a snapshot.
     Returns:
         The rank at the other end, and the line.
     Raises:
         OSError: the other end is gone.
-        ProtocolError: it does not know the job's secret.
+        ProtocolError: the other end does not know the job's secret.
     """
     peer, line = _introduced(sock, Accepting, token, rank, Deadline(PATIENCE), allocate)
     return peer, line

@@ -1,7 +1,7 @@
 """What this rank keeps for ranks of other nodes: their copies, received by threads into this rank's memory.
 
-The memory outlives this process, and so do the copies: its supervisor holds it. Each guest has a region of it, laid out like a
-rank's own memory (:mod:`.memory`, :mod:`.slots`). The file is sparse, so a region takes only what is written there.
+The supervisor holds the memory, so it outlives this process, and so do the copies. Each guest has a region of it, laid out like a
+rank's own memory (:mod:`.memory`, :mod:`.slots`). The file is sparse, so a region takes only the space that is written.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .copy_line import CONTENTS, DONE, OFFER, OFFERED, OWN, READY, Door
 
 
 _log = logging.getLogger(__name__)
-# Seconds for the threads to read what has come.
+# Seconds for the threads to read what has arrived.
 DRAINING = 10.0
-# Connections that wait to be accepted: strangers must not fill the queue.
+# Connections that may wait to be accepted: strangers must not fill the queue.
 _BACKLOG = 128
 
 
@@ -60,10 +60,10 @@ class Guests:
         self._stranger_told = False
 
     def open(self, store_host: str, store_port: int) -> Door:
-        """Listen, once.
+        """Listen, if not listening already.
 
         Args:
-            store_host, store_port: where other nodes are: the workers' store.
+            store_host, store_port: of the workers' store, in whose direction the other nodes are.
         Raises:
             OSError: no port is free.
         """
@@ -79,14 +79,14 @@ class Guests:
         return Door(told, self._listener.port, self._token)
 
     def drain(self) -> None:
-        """A loss: end all connections, once what has come is read. What a lost rank has sent last is here then."""
+        """After a loss: end all connections, once what has arrived is read. This includes the last that a lost rank sent."""
         if self._listener is not None:
             self._listener.drain(DRAINING)
 
     def resize(self, rank: int, size: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. The copies of before are nobody's.
+        """There are this many ranks from now on, and this process is one of them. Copies kept so far are nobody's any more.
 
-        Nobody is connected.
+        No guest may be connected.
         """
         for each in range(self.size):
             erase(self._fd, region(each))
@@ -103,11 +103,11 @@ class Guests:
     # -- what is kept -------------------------------------------------------------------------------
 
     def own_of(self, rank: int) -> bytes:
-        """The newest record of a guest's own state that is whole; empty without one."""
+        """The newest complete record of a guest's own state; empty if there is none."""
         return newest_in(self._fd, region(rank)) or b""
 
     def held(self) -> tuple[tuple[int, tuple[Held, ...]], ...]:
-        """The whole snapshots of all guests; reads all of them."""
+        """The complete snapshots of all guests. Reads all of them."""
         with self._lock:
             found = (
                 (rank, self._slots_of(rank).check()) for rank in range(self.size) if self._has(rank)
@@ -115,13 +115,13 @@ class Guests:
             return tuple((rank, held) for rank, held in found if held)
 
     def contents(self, rank: int, held: Held) -> tuple[torch.Tensor, int]:
-        """A guest's snapshot, which is not to be kept: ``[n]``, uint8; and its checksum."""
+        """A guest's snapshot (``[n]``, uint8; the caller must not keep it), and its checksum."""
         with self._lock:
             slots = self._slots_of(rank)
             return slots.read(held), slots.place(held)[2]
 
     def drop_after(self, number: int) -> None:
-        """Drop all snapshots that are newer."""
+        """Drop all newer snapshots."""
         with self._lock:
             for each in self._slots.values():
                 each.drop_after(number)
@@ -137,7 +137,7 @@ class Guests:
     # -- threads --------------------------------------------------------------------------------------
 
     def _serve(self, sock: socket.socket, welcome: Callable[[], None]) -> None:
-        """One connection, until it ends."""
+        """Serve one connection until it ends."""
         line: Line | None = None
         guest: _Guest | None = None
         try:
@@ -149,9 +149,9 @@ class Guests:
                 for frame in line.read(None):
                     guest.take(frame)
         except OSError:
-            pass  # it has ended: the supervisor tells why
+            pass  # the connection has ended: the supervisor reports why
         except ProtocolError as error:
-            # Once for all strangers: there may be hundreds per second.
+            # Warn once for all strangers: there may be hundreds per second.
             level = (
                 logging.WARNING if guest is not None or not self._stranger_told else logging.INFO
             )
@@ -164,17 +164,17 @@ class Guests:
                 line.close()
 
     def memory_for(self, rank: int, size: int) -> memoryview:
-        """Where a snapshot of so many bytes goes: in the place of the guest's older one."""
+        """Memory for a snapshot of this many bytes, in place of the guest's older one."""
         with self._lock:
             return self._slots_of(rank).prepare(size)
 
     def complete(self, rank: int, held: Held, size: int, checksum: int) -> bool:
-        """It is there. Returns whether it is what was sent."""
+        """A snapshot has arrived. Returns whether it is what was sent."""
         with self._lock:
             return self._slots_of(rank).complete(held, size, checksum)
 
     def memory_of(self, rank: int) -> Memory:
-        """For a guest's own state."""
+        """The memory for a guest's own state."""
         return Memory(self._fd, region(rank))
 
 
@@ -190,7 +190,7 @@ class _Place:
 
 
 class _Guest:
-    """A rank of another node, as long as it is connected."""
+    """A rank of another node while it is connected."""
 
     def __init__(self, guests: Guests, rank: int, line: Line, place: _Place) -> None:
         if not 0 <= rank < guests.size:
@@ -205,10 +205,10 @@ class _Guest:
         self._offered: tuple[Held, int, int] | None = None
 
     def take(self, frame: Frame) -> None:
-        """A frame has come.
+        """A frame has arrived.
 
         Raises:
-            ProtocolError: it makes no sense, or a snapshot is not what was sent.
+            ProtocolError: the frame makes no sense, or a snapshot is not what was sent.
         """
         if frame.kind == OWN:
             self._keep(frame.call, bytes(frame.payload))
@@ -234,7 +234,7 @@ class _Guest:
                 self._newest, self._before = own_state.halves(self._memory.held)
                 self._steps = own_state.OwnState.unpack(self._newest).steps
         if steps != self._steps:
-            # The one before is of use only if it is of the step before.
+            # The previous record is of use only if it is of the previous step.
             self._before = self._newest if steps == self._steps + 1 else b""
         self._steps, self._newest = steps, record
         self._memory.keep(own_state.joined(self._newest, self._before))

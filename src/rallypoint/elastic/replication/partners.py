@@ -1,4 +1,4 @@
-"""Which rank keeps something for which: decisions only.
+"""Which rank keeps copies for which: decisions only.
 
 What the workers of a node keep in its memory is lost with the node. So each rank has a partner on the next node.
 """
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 
 def partners(nodes: Sequence[int], distance: int = 1) -> tuple[int | None, ...]:
-    """The partner of each rank: a rank of the next node that has workers; None for all if there is one node only.
+    """The partner of each rank: a rank of the next node that has workers; None for all if there is only one node.
 
     Args:
         nodes: the node of each rank.
-        distance: 1: the next node, 2: the one behind it, and so on. None for all if that is their own.
+        distance: 1: the next node, 2: the one after it, and so on. If that is a rank's own node, the result is None for all.
     """
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -31,19 +31,19 @@ def partners(nodes: Sequence[int], distance: int = 1) -> tuple[int | None, ...]:
 
 
 def hosts(nodes: Sequence[int], rank: int, copies: int) -> tuple[int, ...]:
-    """The partners that keep a rank's copies: on the next nodes, one on each.
+    """The partners that keep a rank's copies, one on each of the next nodes.
 
     Args:
         nodes: the node of each rank.
-        rank: whose.
-        copies: how many nodes keep its state, its own among them.
+        rank: the rank whose copies they keep.
+        copies: how many nodes keep its state, including its own.
     """
     found = (partners(nodes, distance)[rank] for distance in range(1, min(copies, len(set(nodes)))))
     return tuple(each for each in found if each is not None)
 
 
 def guests(nodes: Sequence[int], rank: int, copies: int) -> tuple[int, ...]:
-    """The ranks whose partner a rank is.
+    """The ranks that a rank is a partner of.
 
     Args:
         nodes: the node of each rank.

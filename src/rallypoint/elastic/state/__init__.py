@@ -1,1 +1,1 @@
-"""What a session is given: modules, optimizers, schedulers; their state on its way to another rank."""
+"""What a session is given (modules, optimizers, schedulers), and the transfer of its state to another rank."""

@@ -1,4 +1,4 @@
-"""The buffers of modules, wherever they are: a forward pass may change one in place, and it may assign another tensor."""
+"""The buffers of modules, wherever they are: a forward pass may change one in place, or assign another tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.elastic.communication.setup_record import bytes_of
 from rallypoint.errors import ElasticError
 
 
-# Buffers of modules up to this many bytes are kept in each step.
+# Modules' buffers are kept in each step if all of them are at most this many bytes.
 MAX_BUFFERS = 32 * 1024
 # Bytes of a buffer's digest, by which two ranks compare theirs.
 DIGEST = 8
@@ -39,7 +39,7 @@ class Buffers:
         return [(held, name) for held in self._held for name in held]
 
     def now(self) -> list[torch.Tensor]:
-        """Each one once, but for those without elements."""
+        """Each buffer once, except those without elements."""
         found = {
             id(each): each
             for held in self._held
@@ -49,11 +49,11 @@ class Buffers:
         return list(found.values())
 
     def placed(self) -> list[Place]:
-        """Which one is where, for :meth:`put_back`."""
+        """Which buffer is where, for :meth:`put_back`."""
         return [(held, name, held[name]) for held, name in self._places()]
 
     def put_back(self, placed: Sequence[Place]) -> None:
-        """Have the same tensors in the same places as then, whatever is in them. Those that were registered later are dropped."""
+        """Put the same tensors back into the same places, whatever they hold by now. Buffers registered later are dropped."""
         known = {(id(held), name) for held, name, _ in placed}
         for held, name in self._places():
             if (id(held), name) not in known:
@@ -64,13 +64,13 @@ class Buffers:
     # -- one step -----------------------------------------------------------------------------------
 
     def copied(self, data: bytes = b"") -> list[Any]:
-        """What is where, and copies, for :meth:`restore`.
+        """Which buffer is where, and copies, for :meth:`restore`.
 
         Args:
-            data: what :meth:`as_bytes` has just returned, which is a copy of them all; empty: there is none.
+            data: what :meth:`as_bytes` has just returned, which is a copy of all buffers; empty: there is none.
         """
         places, buffers = self.placed(), self.now()
-        # Cloning a hundred small tensors takes a third of a millisecond. A module may have its first buffer since.
+        # Cloning a hundred small tensors takes a third of a millisecond. A module may have got its first buffer since.
         is_whole = data and len(data) == sum([each.nbytes for each in buffers])
         if is_whole and all(type(each) is torch.Tensor for each in buffers):
             return [places, buffers, data]
@@ -95,15 +95,15 @@ class Buffers:
     # -- as bytes -----------------------------------------------------------------------------------
 
     def as_bytes(self) -> bytes:
-        """All of them, if they are small, else nothing."""
-        if self._are_large:  # it is asked before each collective
+        """All buffers, if they are small, else nothing."""
+        if self._are_large:  # called before each collective
             return b""
         buffers = self.now()
         self._are_large = sum([each.nbytes for each in buffers]) > MAX_BUFFERS
         if self._are_large:
             return b""
         if self.are_on_gpu(buffers):
-            # One copy to the host: each waits for the GPU.
+            # Only one copy to the host: each copy waits for the GPU.
             parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in buffers]
             return bytes_of(torch.cat(parts))
         return b"".join([bytes_of(each) for each in buffers])
@@ -115,7 +115,7 @@ class Buffers:
 
     @torch.no_grad()
     def fill(self, data: bytes, left_out: Sequence[bool] = ()) -> None:
-        """From :meth:`as_bytes`, but for those that are ``left_out``. Nothing, if they had other sizes then."""
+        """Fill the buffers from :meth:`as_bytes`, except those ``left_out``. Does nothing if the total size differs."""
         buffers = self.now()
         if len(data) != sum(each.nbytes for each in buffers):
             return
@@ -126,7 +126,7 @@ class Buffers:
                 buffer.copy_(given.view(buffer.shape))
 
     def digests(self, data: bytes) -> bytes:
-        """Of each buffer in what :meth:`as_bytes` returned: :data:`DIGEST` bytes."""
+        """For each buffer in what :meth:`as_bytes` returned, a digest of :data:`DIGEST` bytes."""
         return b"".join(
             hashlib.blake2b(part, digest_size=DIGEST).digest() for part in self._parted(data)
         )
@@ -137,7 +137,7 @@ class Buffers:
     # -- from one rank to another -----------------------------------------------------------------
 
     def told(self) -> list[Any]:
-        """For each place, which buffer is there, its shape and type; None where there is none."""
+        """For each place, the number of the buffer there, its shape and type; None if there is none."""
         numbers: dict[int, int] = {}
         found: list[Any] = []
         for held, name in self._places():
@@ -147,12 +147,12 @@ class Buffers:
         return found
 
     def take(self, told: Sequence[Any]) -> None:
-        """Have such buffers as another rank, to be filled: those here that do not fit are replaced.
+        """Take buffers like another rank's, ready to be filled: those here that do not fit are replaced.
 
         Args:
             told: from :meth:`told`.
         Raises:
-            ElasticError: the modules here have others.
+            ElasticError: the modules here have another number of buffers.
         """
         places = self._places()
         if len(places) != len(told):

@@ -1,6 +1,6 @@
 """Small tensors that travel in one message.
 
-A message costs a few tenths of a millisecond whatever is in it, and a model with an optimizer has thousands of biases, norms and
+A message costs a few tenths of a millisecond whatever its size, and a model with an optimizer has thousands of biases, norms and
 counters.
 """
 
@@ -13,9 +13,9 @@ import torch
 from rallypoint.elastic.communication.kept_group import KeptGroup
 
 
-# Bytes: a tensor of up to this many is small; a message of small ones has at most so many.
+# Bytes: the size up to which a tensor is small, and the most that a message of small tensors holds.
 SMALL, MOST = 256 << 10, 4 << 20
-# Where a tensor of any type may begin.
+# The alignment that a tensor of any type may need.
 _ALIGNED = 16
 
 
@@ -42,7 +42,7 @@ def send(tensors: Sequence[torch.Tensor], group: KeptGroup, to: Sequence[int]) -
     """Send tensors to each of these ranks.   Blocks: until all are sent. Called in :meth:`.KeptGroup.transfer`.
 
     Returns:
-        Bytes that one of them receives.
+        The number of bytes that each of them receives.
     """
     sizes = [each.nbytes for each in tensors]
     for indices in bundled(sizes):
@@ -58,12 +58,12 @@ def send(tensors: Sequence[torch.Tensor], group: KeptGroup, to: Sequence[int]) -
 
 
 def receive(tensors: Sequence[torch.Tensor], group: KeptGroup, source: int) -> int:
-    """Receive into tensors of the shapes and types of those that were sent.   Blocks: as :func:`send`.
+    """Receive into tensors of the same shapes and types as those sent.   Blocks: like :func:`send`.
 
-    A large one that is contiguous is received in place.
+    A large contiguous tensor is received in place.
 
     Returns:
-        Bytes.
+        The number of bytes.
     """
     sizes = [each.nbytes for each in tensors]
     for indices in bundled(sizes):
@@ -87,7 +87,7 @@ def _aligned(count: int) -> int:
 
 
 def _message(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Room for these tensors, and the part of it for each, in its shape and type."""
+    """A message with room for these tensors, and the part for each, in its shape and type."""
     message = torch.zeros(sum(_aligned(each.nbytes) for each in tensors), dtype=torch.uint8)
     parts, begin = [], 0
     for each in tensors:

@@ -10,12 +10,12 @@ import torch
 
 
 def copied(state: Any, into: Any = None) -> Any:
-    """As :func:`copy.deepcopy`, without graphs.
+    """Like :func:`copy.deepcopy`, without autograd graphs.
 
     Args:
         state: tensors in lists, tuples and dicts, and other values.
-        into: an earlier copy, which nobody uses any more: its tensors are overwritten where they fit. Memory that was just
-            allocated costs more than the copying.
+        into: an earlier copy that nobody uses any more: its tensors are overwritten where they fit. Newly allocated memory
+            costs more than the copying.
     """
     if isinstance(state, torch.Tensor):
         source = state.detach()
@@ -41,7 +41,7 @@ def _fits(source: torch.Tensor, into: Any) -> bool:
 
 
 def num_bytes(state: Any) -> Counter[torch.device]:
-    """Of all tensors in lists, tuples and dicts, by device."""
+    """The bytes of all tensors in lists, tuples and dicts, by device."""
     found: Counter[torch.device] = Counter()
     if isinstance(state, torch.Tensor):
         found[state.device] = state.nbytes

@@ -1,7 +1,7 @@
-"""What each rank has for itself besides parameters: the memory of a communication hook, and the count of an average of models.
+"""State other than parameters that each rank has on its own: the memory of a communication hook, and a model averager's count.
 
-PowerSGD adds to each gradient what the compression of the last one has lost, which is another error on each rank. Local SGD lets the
-parameters of ranks differ until they are averaged, every few steps. Nobody else has such a state, so it belongs to snapshots.
+PowerSGD adds to each gradient what compression lost from the last one, and that error differs between ranks. Local SGD lets the
+parameters of ranks differ until they are averaged, every few steps. Nobody else has such state, so it belongs in snapshots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HookState:
     """The state of a hook, with the two methods of a session's objects.
 
     Args:
-        state: torch's object; what is loaded goes into it.
+        state: torch's object; state is loaded into it.
         device: of the gradients.
     """
 
@@ -51,7 +51,7 @@ class HookState:
 
 
 class AveragerState:
-    """How many steps an average of models has seen.
+    """How many steps a model averager has seen.
 
     Args:
         averager: torch's.
@@ -68,7 +68,7 @@ class AveragerState:
 
 
 def with_averagers(given: Iterable[Any]) -> Iterator[Any]:
-    """A session's objects, with averagers as such that have a state. One that an optimizer calls stands beside its inner optimizer."""
+    """A session's objects, with averagers wrapped to have state. One that an optimizer calls follows its inner optimizer."""
     seen: set[int] = set()
     for each in given:
         averager = torch_private.averager_of(each)
@@ -83,7 +83,7 @@ def with_averagers(given: Iterable[Any]) -> Iterator[Any]:
 
 
 def of_hooks(nets: Iterable[DistributedDataParallel]) -> list[HookState]:
-    """Those of DDP modules. Several modules may have one in common."""
+    """The hook states of DDP modules. Several modules may share one."""
     found: dict[int, HookState] = {}
     for net in nets:
         device = next(net.parameters()).device

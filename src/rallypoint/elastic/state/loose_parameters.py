@@ -1,6 +1,6 @@
-"""Parameters that an optimizer has, and no module: a temperature that is learned, or copies in float32 of a model's.
+"""Parameters that an optimizer has but no module: a learned temperature, or float32 copies of a model's parameters.
 
-They are part of the state as those of modules are. So they get a module of their own.
+They are part of the state, as the modules' parameters are. So they get a module of their own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LooseParameters(nn.Module):
 def of_no_module(
     optimizers: Iterable[torch.optim.Optimizer], modules: Sequence[nn.Module]
 ) -> list[LooseParameters]:
-    """One that holds what the optimizers have and the modules have not; none, if there is nothing.
+    """A module with the parameters that the optimizers have and the modules lack; an empty list if there are none.
 
     Raises:
-        ElasticError: such a parameter is sharded, so it is a module's.
+        ElasticError: such a parameter is sharded, so it belongs to some module.
     """
     held = {id(each) for module in modules for each in module.parameters()}
     found: dict[int, torch.Tensor] = {}

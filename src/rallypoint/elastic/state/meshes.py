@@ -1,4 +1,4 @@
-"""The device meshes of this process, and what FSDP has taken from them: with another number of replicas, they stay the same objects."""
+"""The device meshes of this process, and what FSDP has read from them: they stay the same objects when the replicas change."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rallypoint.elastic.communication.replicas import Span, span_of
 
 
 class Meshes:
-    """All that there are when the session begins.
+    """All meshes that exist when the session begins.
 
     Args:
         modules: the session's.
         size: how many ranks a replica has.
-        ranks: how many there are.
+        ranks: how many ranks there are.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], size: int, ranks: int) -> None:
@@ -35,13 +35,13 @@ class Meshes:
             layout = torch_private.layout_of_mesh(mesh)
             first = torch_private.first_size(layout)
             if whole is None or own is None or (own.is_over_all and first % self._count):
-                # Its replicas lie along another dimension than the first, or along several.
+                # Its replicas are along a dimension other than the first, or along several.
                 self.can_resize = False
             else:
                 self._held.append((weakref.ref(mesh), whole, own, layout))
 
     def resize(self, rank: int, ranks: int) -> None:
-        """There are so many ranks from now on, and this process is one of them. Its groups have been told."""
+        """There are this many ranks from now on, and this process is one of them. Its groups have been resized."""
         span_replicas = False
         for reference, whole, own, layout in self._held:
             if (mesh := reference()) is None:

@@ -1,9 +1,9 @@
-"""What modules are set to, besides numbers: whether they train or evaluate, which parameters are trained, and what DDP does next.
+"""The modes of modules: whether they train or evaluate, which parameters are trained, and what DDP does next.
 
-A step or function that a loss ends may have left them otherwise (``net.eval()`` … ``net.train()``), and a process that takes a lost rank
-over runs its script from the top, without what changed them in earlier epochs (a backbone that was unfrozen). DDP broadcasts buffers in a
-forward pass unless the one before was without gradients: where one rank repeats a validation and another comes to it from training, one
-would wait for a broadcast that the other leaves out.
+A step or function that a loss ends may have left them changed (``net.eval()`` … ``net.train()``). A process that takes over a
+lost rank runs its script from the top, without the changes of earlier epochs (a backbone that was unfrozen). DDP broadcasts
+buffers in a forward pass unless the previous one was without gradients: if one rank repeats a validation and another reaches it
+from training, one would wait for a broadcast that the other skips.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Flags:
     """The flags at one time.
 
     Args:
-        training: of each module.
-        trained: of each parameter: ``requires_grad``.
-        syncs: of each DDP module: whether its next forward pass broadcasts buffers.
+        training: for each module, its ``training``.
+        trained: for each parameter, its ``requires_grad``.
+        syncs: for each DDP module, whether its next forward pass broadcasts buffers.
     """
 
     training: list[bool]
@@ -45,7 +45,7 @@ class Modes:
     def __init__(self, parts: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
         self._parts, self._parameters = list(parts), list(parameters)
         self._ddp = [each for each in parts if isinstance(each, DistributedDataParallel)]
-        self._behind = self.now()  # the last complete step
+        self._behind = self.now()  # after the last complete step
 
     def now(self) -> Flags:
         return Flags(
@@ -59,7 +59,7 @@ class Modes:
         self._behind = self.now()
 
     def restore(self, flags: Flags) -> None:
-        # Setting them costs more than looking.
+        # Setting them costs more than checking.
         for part, training in zip(self._parts, flags.training, strict=True):
             if part.training != training:
                 part.training = training
@@ -70,21 +70,21 @@ class Modes:
             torch_private.set_syncs_buffers_next(net, syncs)
 
     def told(self) -> list[list[Any]]:
-        """For another process: those of now, and those behind the last complete step."""
+        """For another process: the current flags, and those after the last complete step."""
         both = (self.now(), self._behind)
         return [[each.training, each.trained, each.syncs] for each in both]
 
     def take(self, told: Sequence[Sequence[Any]]) -> None:
-        """From :meth:`told`: those of then are those of now."""
+        """Take over another process's flags, from :meth:`told`."""
         now, self._behind = (Flags(*each) for each in told)
         self.restore(now)
 
     def go_behind_last(self, *, is_new: bool) -> None:
-        """This rank's script goes on behind the last complete step, and does itself what follows there: ``was = net.training;
-        net.eval()``, say.
+        """This rank's script continues after the last complete step, and itself makes the changes that follow there, such as
+        ``was = net.training; net.eval()``.
 
         Args:
-            is_new: this process runs its script from the top. It may not come by what has unfrozen parameters since.
+            is_new: this process runs its script from the top. It may not reach the code that has unfrozen parameters since.
         """
         trained = self.now().trained if is_new else self._behind.trained
         self.restore(replace(self._behind, trained=trained))

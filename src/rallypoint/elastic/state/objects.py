@@ -1,7 +1,7 @@
 """The objects of a session: their state as tensors and a little structure, sent from one rank to another.
 
-A module's tensors are received in place. Everything else goes through ``state_dict`` and ``load_state_dict``. Structure is read
-by torch's restricted unpickler, which executes nothing.
+A module's tensors are received in place. Everything else goes through ``state_dict`` and ``load_state_dict``. The structure is
+read by torch's restricted unpickler, which executes nothing.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Objects:
 
     Args:
         given: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``.
-        snapshots: keep each rank's state in snapshots, also if nothing here asks for it.
+        snapshots: keep each rank's state in snapshots, even if nothing here requires it.
 
     Raises:
-        TypeError: an object has neither.
+        TypeError: an object lacks one of these methods.
         ElasticError: a DDP module has sharded parameters; a module is wrapped by the first FSDP; a parameter or buffer is sparse.
 
     Attributes:
         is_sharded: a part of the state is on one rank only.
-        ranks_differ: what is not sharded may be another on each rank, too, as the memory of a communication hook is; or no rank has all of it
-            in the midst of a step.
-        keeps_snapshots: so each rank's state is kept in snapshots.
+        ranks_differ: state that is not sharded may differ between ranks, too, as the memory of a communication hook does; or no
+            rank has all of it partway through a step.
+        keeps_snapshots: for either reason, each rank's state is kept in snapshots.
     """
 
     def __init__(self, given: Sequence[Any], *, snapshots: bool = False) -> None:
@@ -98,7 +98,7 @@ class Objects:
         self._tensors = *self._parameters, *buffers
         sharded = map(torch_private.is_sharded, (*self._tensors, *self.others))
         self.is_sharded = any(sharded)
-        # LBFGS changes parameters and calls the closure, which communicates, in turn.
+        # LBFGS alternates between changing parameters and calling the closure, which communicates.
         kinds = HookState | AveragerState | torch.optim.LBFGS
         self.ranks_differ = snapshots or any(isinstance(each, kinds) for each in self.others)
         self.keeps_snapshots = self.is_sharded or self.ranks_differ
@@ -108,21 +108,21 @@ class Objects:
         self.buffers = Buffers(submodules)
         self._to_check = 2
         self.settings = Settings(self.optimizers, self.others)
-        # How often each optimizer has stepped: fused ones change parameters without counting that there.
+        # How often each optimizer has stepped: fused ones change parameters without counting that in the tensors' versions.
         self._steps = dict.fromkeys(self.optimizers, 0)
         self._new_at = {net: self._age(net) for net in self.ddp}
-        # Layouts that were settled here. DDP changes none, but tells the first one that it had, and none with sparse gradients before
-        # it has had some.
+        # Layouts that were settled here. DDP never changes one, but it reports the first that it had; with sparse gradients, it
+        # reports none before it has had some.
         self._settled: dict[DistributedDataParallel, Layout] = {}
         self.static_graphs = StaticGraphs(self.ddp)
         self._made_of = {net: torch_private.parts_of_reducer(net) for net in self.ddp}
-        # How many passes each had made before the next step, up to those that DDP makes before it settles the layout. (All processes
-        # make those of the set-up.)
+        # How many passes each module has made before the next step, counting only those that DDP makes before it settles the
+        # layout. (All processes make the passes of the set-up.)
         self._passes = {
             net: self._passes_to_layout(net) if _has_gradients(net) else 0 for net in self.ddp
         }
-        self._goes_back: dict[DistributedDataParallel, int] = {}  # to so many, once all have met
-        # Layouts to be settled behind the next pass.
+        self._goes_back: dict[DistributedDataParallel, int] = {}  # to which pass, once all have met
+        # Layouts to be settled after the next pass.
         self._coming: dict[DistributedDataParallel, Layout] = {}
 
     def split_among(self) -> list[KeptGroup]:
@@ -136,7 +136,7 @@ class Objects:
         return list(dict.fromkeys(found))
 
     def are_replicated(self) -> bool:
-        """Whether it is known of each parameter that all replicas have it, as this rank's groups lie over them: by its mesh, or DDP."""
+        """Whether every parameter is known to be on all replicas: by its mesh or by DDP, if their group is over all replicas."""
         by_ddp = {
             parameter
             for net in self.ddp
@@ -163,7 +163,7 @@ class Objects:
             yield torch_private.local_part(each)
 
     def describe(self) -> str:
-        """In words, the same on all ranks: classes, and how many parameters and elements."""
+        """A description in words, the same on all ranks: classes, and how many parameters and elements."""
         words = []
         for each in self.given:
             text = type(each).__name__
@@ -176,14 +176,14 @@ class Objects:
         return ", ".join(words) or "nothing"
 
     def fingerprint(self) -> int:
-        """A number that depends on all parameters: the same on ranks that hold the same."""
+        """A number that depends on all parameters: the same on ranks that hold the same values."""
         total = 0
         for each in self._parameters:
             flat = each.detach().contiguous().view(-1).view(torch.uint8)
-            if flat.storage_offset() % 8:  # a part of one flat tensor, where no word need begin
+            if flat.storage_offset() % 8:  # a part of a flat tensor, which need not start at a word
                 flat = flat.clone()
             whole = flat.numel() // 8 * 8
-            # Word by word: a sum of bytes as integers would first make each of them one, in eight times the memory.
+            # Word by word: a sum of bytes would first widen each of them to an integer, in eight times the memory.
             rest = int(flat[whole:].sum().item())
             total = (31 * total + checksum(flat[:whole].view(torch.int64)) + rest) % (1 << 63)
         return total
@@ -191,7 +191,7 @@ class Objects:
     # -- one step -----------------------------------------------------------------------------------
 
     def changes(self) -> int:
-        """How often parameters were changed in place, if none of them is sharded. Called in each step."""
+        """How often parameters were changed in place; only if none is sharded. Called in each step."""
         return torch_private.sum_of_versions(self._parameters)
 
     def gradients(self) -> list[tuple[torch.Tensor, int] | None]:
@@ -202,7 +202,7 @@ class Objects:
     def accumulated(
         self, before: Sequence[tuple[torch.Tensor, int] | None]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters and gradients that a step has left and did not find. Those that are zero or not finite do not count."""
+        """Parameters with gradients that a step has left but did not find. Zero or non-finite gradients do not count."""
         for parameter, held in zip(self._parameters, before, strict=True):
             grad = parameter.grad
             if grad is None:
@@ -212,19 +212,19 @@ class Objects:
                 yield parameter, grad
 
     def fsdp_parameters(self) -> Iterator[torch.Tensor]:
-        """Those of FSDP2, whose gradients do not arrive by autograd."""
+        """The parameters of FSDP2, whose gradients do not arrive through autograd."""
         for module in self.modules:
             for part in torch_private.fsdp_parts(module):
                 yield from part.parameters()
 
     def drop_gradients(self, before: Sequence[tuple[torch.Tensor, int] | None]) -> None:
-        """After a step that did not end: as they were at its beginning, none or zero."""
+        """After a step that did not end, make each gradient None or zero, depending on whether the step began with one."""
         for parameter, held in zip(self._parameters, before, strict=True):
             parameter.grad = None if held is None else torch.zeros_like(held[0])
         self._reset_scalers()
 
     def set_gradients(self, present: Sequence[bool]) -> None:
-        """Make each gradient zero, or none."""
+        """Make each gradient zero or None."""
         for parameter, is_there in zip(self._parameters, present, strict=True):
             parameter.grad = torch.zeros_like(parameter) if is_there else None
         self._reset_scalers()
@@ -237,22 +237,22 @@ class Objects:
     # -- rehearsals ---------------------------------------------------------------------------------
 
     def save(self, into: Saved | None = None) -> Saved:
-        """Copies of everything, gradients apart.
+        """Copies of everything except gradients.
 
         Args:
-            into: earlier ones, which are overwritten.
+            into: earlier copies, which are overwritten.
         """
         held, _, others, _ = into or (None, None, None, None)
         tensors, rest = self.state()
         return copied(tensors, held), self.buffers.copied(), copied(rest, others), self.modes.now()
 
     def state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """The parameters, and what the others have as their state; no copies."""
+        """The parameters, and the states of the other objects; not copies."""
         rest = [optimizer_state.part_of(each) for each in self.others]
         return [each.detach() for each in self._parameters], rest
 
     def put_back(self, saved: Saved) -> None:
-        """From :meth:`save`. What optimizers have as their state is that copy then."""
+        """Put back what :meth:`save` returned. Optimizers then have that copy as their state."""
         tensors, buffers, rest, modes = saved
         with torch.no_grad():
             for each, held in zip(self._parameters, tensors, strict=True):
@@ -265,11 +265,11 @@ class Objects:
     # -- DDP ------------------------------------------------------------------------------------------
 
     def layouts(self, *, settle: bool = False) -> tuple[Layout | None, ...]:
-        """Of each DDP module: which gradients it reduces together.
+        """For each DDP module, which gradients it reduces together.
 
         Args:
-            settle: DDP settles that at the beginning of its second pass. Do it now for those whose first pass was in a complete
-                step: without the loss, their next pass would have had this layout, and with another one sums are rounded in
+            settle: DDP settles its layout at the beginning of its second pass. Do it now for modules whose first pass was in a
+                complete step: without the loss, their next pass would have had this layout, and another layout rounds sums in
                 another order. Only after a loss: the reducer cannot be used until :meth:`restore_layouts`.
         """
         found = []
@@ -283,7 +283,7 @@ class Objects:
         return tuple(found)
 
     def _layout_of(self, net: DistributedDataParallel) -> Layout | None:
-        """None also where nobody can tell it; if no rank can, all settle it once more."""
+        """A module's layout; None also if this rank cannot tell it. If no rank can, all settle it again."""
         for known in (self._settled, self._coming):
             if net in known:
                 return known[net]
@@ -293,7 +293,7 @@ class Objects:
         return None
 
     def _has_stepped(self, net: DistributedDataParallel) -> bool:
-        """Whether an optimizer has changed it since its reducer was new."""
+        """Whether an optimizer has changed the module since its reducer was new."""
         return self._age(net) != self._new_at.get(net)
 
     def _age(self, net: DistributedDataParallel) -> tuple[int, int]:
@@ -312,7 +312,7 @@ class Objects:
 
     @contextlib.contextmanager
     def _answered(self, net: DistributedDataParallel, answerer: Any) -> Iterator[None]:
-        """The module's collectives are answered here, by nobody else."""
+        """The module's collectives are answered locally, without the other members."""
         group = torch_private.group_of_ddp(net)
         inner, group.inner, group.answerer = group.inner, None, answerer
         amend, group.amend = group.amend, None
@@ -330,32 +330,32 @@ class Objects:
             if is_early and (net in learned or self._has_stepped(net)):
                 self._passes[net] += 1
         for net in learned:
-            # DDP settles its layout after one pass more.
+            # DDP settles its layout after one more pass.
             self._new_at[net] = self._age(net)
             if (layout := self._coming.pop(net, None)) is not None:
                 self._settle(net, layout)
 
     def _passes_to_layout(self, net: DistributedDataParallel) -> int:
-        """How many passes a module makes before it settles its layout: in the first one with a static graph it only counts."""
+        """How many passes a module makes before it settles its layout. With a static graph, the first only counts gradients."""
         return 2 if torch_private.is_static(net) else 1
 
     def passed(self) -> list[int]:
-        """How many passes each DDP module had made before the next step; those behind its first layout do not count.
+        """How many passes each DDP module has made before the next step. Passes after its first layout do not count.
 
-        It is counted for snapshots only.
+        Only counted if there are snapshots.
         """
         return [self._passes[net] for net in self.ddp]
 
     def go_back_to(self, passed: Sequence[int]) -> None:
-        """All ranks go back to a snapshot, and this is what :meth:`passed` told then.
+        """All ranks go back to a snapshot, and this is what :meth:`passed` returned when it was taken.
 
-        A later pass may have settled the layout, but the next one comes before that: see :meth:`restore_layouts`.
+        A pass since then may have settled the layout, but the next pass comes before that: see :meth:`restore_layouts`.
         """
         self._passes = dict(zip(self.ddp, passed, strict=True))
         self._goes_back = dict(self._passes)
 
     def _forget_passes(self, net: DistributedDataParallel) -> None:
-        """Let a module begin with the layout of a new one, as those of all other ranks do."""
+        """Let a module start with the layout of a new one, as it does on all other ranks."""
         torch_private.renew_reducer(net, self._made_of[net])
         self.static_graphs.forget(net)
 
@@ -366,13 +366,13 @@ class Objects:
     ) -> None:
         """Make each DDP module ready for a first pass, with this layout.
 
-        One that was led back to a pass before it had a layout (:meth:`go_back_to`) begins as a new one. With a static graph, that may
-        have been its second pass: such a pass reduces the same in the same order as a first one, and then comes the layout.
+        A module that goes back to a pass before it had a layout (:meth:`go_back_to`) starts as a new one. With a static graph,
+        that may have been its second pass: this reduces the same in the same order as a first pass, and the layout follows it.
 
-        DDP has no way to set a layout. But it settles one by asking rank 0 for it, so it is told this one.
+        DDP has no way to set a layout. But it settles one by asking rank 0 for it, so here the answer is this layout.
 
         Args:
-            layouts: of each.
+            layouts: one for each module.
             known: what each rank knows of static graphs (:class:`.StaticGraphs`); None: as before.
         """
         for net, layout in zip(self.ddp, layouts, strict=True):
@@ -402,7 +402,7 @@ class Objects:
     # -- from one rank to another -----------------------------------------------------------------
 
     def unreadable(self) -> str:
-        """What another process could not read of the present state: of which object, and its keys. Empty if there is nothing."""
+        """What another process could not read of the current state: the object, and the keys. Empty if it can read all."""
         parts = [optimizer_state.part_of(each) for each in self.others]
         states = [each["other"] if "other" in each else each["optimizer"] for each in parts]
         return self._unreadable([_emptied(each, []) for each in states])
@@ -414,7 +414,7 @@ class Objects:
         return ""
 
     def check_state(self) -> None:
-        """A step begins. Say what another process could not read, at the first one and with what that leaves."""
+        """A step begins. At the first two, check for state that another process could not read, and warn of it."""
         if not self._to_check:
             return
         self._to_check -= 1
@@ -433,7 +433,7 @@ class Objects:
         """Send everything to each of these ranks. Returns the number of bytes.
 
         Raises:
-            ElasticError: something could not be read again.
+            ElasticError: something could not be read back.
         """
         structure, tensors = self._state()
         if found := self._unreadable(structure["rest"]):
@@ -454,7 +454,7 @@ class Objects:
         """Receive everything. Returns the number of bytes.
 
         Raises:
-            RuntimeError: the sender is gone; what was received is a part.
+            RuntimeError: the sender is gone; only a part was received.
             ElasticError: the sender's modules have other shapes.
         """
         size = torch.zeros(1, dtype=torch.int64)
@@ -485,7 +485,7 @@ class Objects:
         return received
 
     def groups(self) -> list[Members]:
-        """Which parameters are in which group, of each of the others: of those that are no optimizers, nothing."""
+        """For each of the other objects, which parameters are in which group. Empty for those that are not optimizers."""
         return [
             members(each, self._parameters) if isinstance(each, torch.optim.Optimizer) else []
             for each in self.others
@@ -494,11 +494,11 @@ class Objects:
     def add_missing_groups(
         self, wanted: Sequence[Members], options: Sequence[Sequence[dict[str, Any]]]
     ) -> None:
-        """Add those that another process has besides.
+        """Add the groups that only the other process has.
 
         Args:
-            wanted: from :meth:`groups`.
-            options: for each of the others: its ``param_groups`` there.
+            wanted: the other process's :meth:`groups`.
+            options: for each of the other objects, its ``param_groups`` there.
         Raises:
             ElasticError: that cannot be done.
         """
@@ -508,7 +508,7 @@ class Objects:
 
     def _tensors_of_modules(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
-        # FSDP puts whole parameters in the place of shards during a pass: these are the shards.
+        # FSDP puts whole parameters in place of the shards during a pass: these are the shards.
         buffers = (buffer for module in self.modules for buffer in module.buffers())
         for each in (*self._parameters, *buffers):
             if id(each) not in seen:
@@ -525,7 +525,7 @@ class Objects:
             "rest": rest,
             "groups": self.groups(),
             "modes": self.modes.told(),
-            # An optimizer takes zeros for a gradient: it decays weights, and moments move on. Sparse ones have nothing in them.
+            # To an optimizer, zeros are a gradient: it decays weights and updates moments. A sparse zero has no elements.
             "gradients": [
                 each.grad is not None and each.grad.layout == torch.strided
                 for each in self._parameters
@@ -538,7 +538,7 @@ class ExtraState:
     """What a module keeps besides tensors: ``get_extra_state`` and ``set_extra_state``.
 
     Args:
-        module: that defines them.
+        module: the one that defines them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -576,7 +576,7 @@ def _check_layouts(module: nn.Module) -> None:
 
 
 def _unwrapped(given: Any) -> Any:
-    """The optimizer within one of a framework (accelerate, Fabric), which passes on the calls, but not what is assigned to it."""
+    """The optimizer in a framework's wrapper (accelerate, Fabric), which forwards calls but not what is assigned to it."""
     while isinstance(given, torch.optim.Optimizer):
         within = getattr(given, "optimizer", None)
         if not isinstance(within, torch.optim.Optimizer) or within is given:
@@ -611,7 +611,7 @@ def _has_gradients(net: nn.Module) -> bool:
 
 
 def _versions(net: nn.Module) -> int:
-    """How often its parameters were changed in place."""
+    """How often the module's parameters were changed in place."""
     return sum(_version(each) for each in net.parameters())
 
 
@@ -620,14 +620,14 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    """Shapes and types, as JSON: torch's restricted unpickler takes far longer to read as many lists."""
+    """Shapes and types, as JSON: torch's restricted unpickler would take far longer to read that many lists."""
     return json.dumps(
         [[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in tensors]
     )
 
 
 def _emptied(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """``state`` with tensors replaced by their place in ``tensors``."""
+    """``state``, with each tensor replaced by its place in ``tensors``."""
     if isinstance(state, torch.Tensor):
         tensors.append(state)
         return [_TENSOR, len(tensors) - 1]

@@ -1,8 +1,8 @@
-"""Loading an optimizer's state as it was, into the groups that it has.
+"""Loading an optimizer's state unchanged, into the groups that it has.
 
-``Optimizer.load_state_dict`` gives what belongs to a parameter the parameter's type: the float32 that NAdam multiplies up for a bfloat16
-parameter becomes a bfloat16. A rank that has received its state would go on otherwise than the one that sent it. It also puts new groups in
-the place of those that a schedule of the script's own may hold, which would then set the learning rate of nothing.
+``Optimizer.load_state_dict`` casts a parameter's state to the parameter's type: the float32 product that NAdam keeps for a
+bfloat16 parameter becomes a bfloat16. A rank that received its state would then diverge from the sender. It also replaces the
+groups, which a schedule of the script's own may hold: that would then set a learning rate that nothing uses.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rallypoint.elastic import torch_private
 
 
 def part_of(given: Any) -> dict[str, Any]:
-    """An object's state as it lies on this rank. That of ZeRO is its part: the whole has to be gathered from all ranks."""
+    """An object's state on this rank. For ZeRO this is its part: the whole would have to be gathered from all ranks."""
     if not isinstance(given, torch.optim.Optimizer):
         return {"other": given.state_dict()}
     local = torch_private.local_optimizer(given)
-    # ZeRO's own groups are handed to the optimizer of its part in each step.
+    # In each step, ZeRO passes its own groups on to the optimizer of its part.
     groups = [] if local is given else given.param_groups
     values = [{key: each for key, each in group.items() if key != "params"} for group in groups]
     return {"optimizer": local.state_dict(), "groups": values}
 
 
 def load_part(given: Any, state: dict[str, Any]) -> None:
-    """Make a state from :func:`part_of` the present one."""
+    """Make a state from :func:`part_of` the current one."""
     if "other" in state:
         given.load_state_dict(state["other"])
         return
@@ -36,12 +36,12 @@ def load_part(given: Any, state: dict[str, Any]) -> None:
 
 
 def load(given: Any, state: dict[str, Any], *, keeps_types: bool = True) -> None:
-    """Make a state the present one.
+    """Make a state the current one.
 
     Args:
-        given: an optimizer; other objects load their state themselves. So do optimizers with a ``load_state_dict`` of their own.
+        given: an optimizer. Other objects load their state themselves, and so do optimizers with their own ``load_state_dict``.
         state: from ``state_dict``.
-        keeps_types: the parameters had the same types then.
+        keeps_types: the parameters had the same types when the state was taken.
     """
     plain = torch.optim.Optimizer
     if not isinstance(given, plain) or type(given).load_state_dict is not plain.load_state_dict:
@@ -60,7 +60,7 @@ def load(given: Any, state: dict[str, Any], *, keeps_types: bool = True) -> None
 
 
 def _kept(held: Any, loaded: Any) -> Any:
-    """A group's value. A tensor of it (a learning rate) stays the one that the script may hold."""
+    """A group's value. If it is a tensor (a learning rate), it stays the same object, which the script may hold."""
     both = isinstance(held, torch.Tensor) and isinstance(loaded, torch.Tensor)
     if not both or held is loaded or (held.shape, held.dtype) != (loaded.shape, loaded.dtype):
         return loaded
@@ -69,9 +69,9 @@ def _kept(held: Any, loaded: Any) -> Any:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give what belongs to a parameter the parameter's layout in memory, which fused kernels take for granted.
+    """Give a parameter's state the parameter's memory layout, which fused kernels rely on.
 
-    On its way from another rank or a disk it lies as plain tensors do.
+    Tensors that come from another rank or from disk have the default layout.
     """
     for parameter, held in optimizer.state.items():
         if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(held, dict):
@@ -97,7 +97,7 @@ def _retype(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def _retyped(loaded: Any, before: Any) -> Any:
-    """What was loaded, with the types of before."""
+    """What was loaded, with the types that it had before."""
     if isinstance(loaded, torch.Tensor) and isinstance(before, torch.Tensor):
         is_same = loaded.dtype == before.dtype or loaded.shape != before.shape
         return loaded if is_same else before.to(loaded.device)

@@ -1,6 +1,6 @@
-"""Which parameters an optimizer has in which group: a script may add groups as it trains, and a process in a lost one's place has not.
+"""Which parameters an optimizer has in which group: a script may add groups as it trains, and a replacement process lacks them.
 
-Parameters are told by their number among those of the session's modules.
+Parameters are identified by their number among those of the session's modules.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from rallypoint.errors import ElasticError
 
 
-# Of each group, the parameters' numbers; None for one that belongs to no module of the session.
+# For each group, its parameters' numbers; None for a parameter that belongs to no module of the session.
 Members = list[list[int | None]]
 
 
@@ -29,13 +29,13 @@ def add_missing(
     wanted: Members,
     options: Sequence[dict[str, Any]],
 ) -> None:
-    """Add the groups that another rank's optimizer has besides.
+    """Add the groups that only another rank's optimizer has.
 
     Args:
-        optimizer: the one here.
+        optimizer: this rank's.
         parameters: of the session's modules.
-        wanted: the groups there.
-        options: of each of these: what it has besides ``params``.
+        wanted: the groups on the other rank.
+        options: what each of these groups has besides ``params``.
     Raises:
         ElasticError: the groups that both have differ, or a parameter cannot be found here.
     """
@@ -62,11 +62,11 @@ def add_missing(
 
 
 class _Added:
-    """Groups that were added here before the script does so: it begins at the present epoch, and may come by the place again.
+    """Groups that were added here already. The script starts at the current epoch, and may still reach the code that adds them.
 
     Args:
-        optimizer: whose ``add_param_group`` this takes the place of until then.
-        groups: that were added.
+        optimizer: the one whose ``add_param_group`` this replaces until the script has added them.
+        groups: the ones that were added.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
@@ -77,7 +77,7 @@ class _Added:
 
     def __call__(self, param_group: dict[str, Any]) -> None:
         given = param_group["params"]
-        # An iterator is used up here.
+        # An iterator can only be used once.
         given = given if isinstance(given, torch.Tensor) else list(given)
         found = [given] if isinstance(given, torch.Tensor) else given
         group = [id(each[1] if isinstance(each, tuple) else each) for each in found]

@@ -1,4 +1,4 @@
-"""What states are made of besides tensors, as torch's restricted unpickler reads it: it executes nothing, so it knows few classes."""
+"""What states are made of besides tensors, for torch's restricted unpickler: it executes nothing, so it knows few classes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def of_kind(given: Any, items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the kind of another one, where torch's restricted unpickler knows it; else a plain one."""
+    """A dict of the same class as another one, if torch's restricted unpickler knows the class; else a plain dict."""
     return type(given)(items) if type(given) in (Counter, OrderedDict) else items
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy, which a schedule with ``np.cos`` leaves as a learning rate, as one of Python; anything else as it is."""
+    """A NumPy number (such as a learning rate from a schedule with ``np.cos``) as a Python number; anything else as it is."""
     if type(value) in _PLAIN:
         return value
-    numpy = sys.modules.get("numpy")  # whoever has one has imported it
+    numpy = sys.modules.get("numpy")  # nobody has a NumPy number without having imported it
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def unreadable(state: Any) -> str:
-    """The first thing that would not be read again: its keys and its class. Empty if all would.
+    """The first value that could not be read back: its keys and its class. Empty if there is none.
 
     Args:
         state: nested dicts, lists and tuples of data, without tensors.

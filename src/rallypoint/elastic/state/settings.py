@@ -1,7 +1,7 @@
-"""What a step may change before it communicates, besides tensors of modules: learning rates, counts of schedulers.
+"""What a step may change before it communicates, besides tensors of modules: learning rates, schedulers' counts.
 
-A rank that repeats a step must begin it as it did the first time. What is large is not copied in each step: if an object
-with much state changes early in a step, that happens twice.
+A rank that repeats a step must begin it as it did the first time. Large state is not copied in each step: if an object
+with much state changes early in a step, a repeated step changes it twice.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _log = logging.getLogger(__name__)
 
 
 class _TooLarge(Exception):
-    """It is not worth a copy in each step."""
+    """The state is too large to be worth a copy in each step."""
 
 
 class Settings:
-    """The present settings of a session's objects, and those to go back to.
+    """The current settings of a session's objects, and those to go back to.
 
     Args:
-        optimizers: whose groups have learning rates and the like.
+        optimizers: their groups have learning rates and the like.
         others: objects with a state of their own.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], others: Sequence[Any]) -> None:
         self._optimizers = list(optimizers)
-        # A scaler changes behind the optimizer's step, and asking for its state waits for a GPU.
+        # A scaler changes only after the optimizer's step, and asking for its state waits for the GPU.
         self._others = [
             each
             for each in others
@@ -76,7 +76,7 @@ class Settings:
 
 
 class _Room:
-    """How much more may be copied of one object."""
+    """How much more of one object may be copied."""
 
     def __init__(self) -> None:
         self.numbers, self.bytes = MAX_NUMBERS, MAX_BYTES
@@ -99,7 +99,7 @@ def _small(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(state: Any, room: _Room) -> Any:
-    """As :func:`copy.deepcopy`, but faster for what states are made of, and not of what is large."""
+    """Like :func:`copy.deepcopy`, but faster for what states are made of, and refuses what is large."""
     room.take(1)
     state = plain(state)
     if state is None or isinstance(state, bool | int | float | str):

@@ -1,11 +1,11 @@
-"""DDP modules with a static graph: what each learns in its first pass, and how a process that begins later learns it.
+"""DDP modules with a static graph: what each learns in its first pass, and how a process that starts later learns it.
 
-In its first backward pass, such a module counts how many gradients each parameter gets. It reduces all of them at the end, and with
-them a map of the parameters that any rank uses. From the second pass on it expects the same, and has no map to reduce.
+In its first backward pass, such a module counts how many gradients each parameter gets. It reduces all of them at the end, along
+with a map of the parameters that any rank uses. From the second pass on it expects the same, and has no map to reduce.
 
-A process that takes a lost rank over makes its first pass while the others make a later one. The buckets are the same and in the
-same order, but nobody else reduces a map: it gets the one that the others have. It also does not see in which order gradients
-arrive, from which DDP settles the layout of its buckets; in the pass before that, the layout is that of a rank that has seen it.
+A process that takes over a lost rank makes its first pass while the others make a later one. The buckets are the same and in the
+same order, but nobody else reduces a map, so the process gets the others' map. Nor does it see the order in which gradients
+arrive, from which DDP settles the layout of its buckets: if that is still to come, the layout is that of a rank that has seen it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.communication.works import done
 
 
-# Of each DDP module: the parameters that no rank uses, by their numbers. None: this rank does not know, or the graph is not static.
+# For each DDP module, the parameters that no rank uses, by number. None: this rank does not know, or the graph is not static.
 Unused = tuple[tuple[int, ...] | None, ...]
-# DDP settles a layout by two broadcasts: its indices and how many buckets, then their sizes.
+# DDP settles a layout with two broadcasts: the indices and the number of buckets, then the buckets' sizes.
 BROADCASTS = 2
 
 
 class StaticGraphs:
-    """Those of a session.
+    """The static graphs of a session.
 
     Args:
         nets: all DDP modules of the session.
@@ -43,16 +43,16 @@ class StaticGraphs:
                 group.amend = self._amend
 
     def unused(self) -> Unused:
-        """What this rank knows, for the others."""
+        """What this rank knows, to tell the others."""
         graphs = map(self._graphs.get, self._nets)
         return tuple(None if each is None else each.unused for each in graphs)
 
     def note_complete(self) -> list[DistributedDataParallel]:
-        """A step is complete: what was learned in it stays. Returns the modules whose first pass was in it."""
+        """A step is complete: what was learned in it is kept. Returns the modules whose first pass was in it."""
         return [net for net, each in self._graphs.items() if each.note_complete()]
 
     def forget(self, net: DistributedDataParallel) -> None:
-        """All ranks are back where a module has made no pass."""
+        """All ranks have gone back to before the first pass of a module."""
         if net in self._graphs:
             self._graphs[net].forget()
 
@@ -66,7 +66,7 @@ class StaticGraphs:
         """The next pass of a module follows one that did not count.
 
         Args:
-            net: it.
+            net: the module.
             known: what each rank knows of all modules; None: as before.
             has_layout: the layout of its buckets is settled.
         """
@@ -88,26 +88,26 @@ class StaticGraphs:
 
 
 class StaticGraph:
-    """One module.
+    """The static graph of one module.
 
     Args:
-        net: with a static graph.
+        net: the module.
     """
 
     def __init__(self, net: DistributedDataParallel) -> None:
         self.group = torch_private.group_of_ddp(net)
         self._net = net
         self._made_of = torch_private.parts_of_reducer(net)
-        # A pass in the set-up is also made, and answered, in every process that begins later.
+        # A process that starts later makes a pass in the set-up, too, and has it answered from the record.
         self._is_known = torch_private.has_met_static_graph(net)
         self._has_run = False  # the first pass, in the step under way
         self._map: torch.Tensor | None = (
             None  # of the parameters that any rank uses, once it is reduced
         )
         self._given: tuple[int, ...] | None = None  # what others know
-        self._learns = False  # one of the ranks, while others know the graph
-        self._root = 0  # whose order of gradients makes the layout then
-        self._broadcasts = 0  # that are to come from there
+        self._learns = False  # some rank has yet to learn the graph, while others know it
+        self._root = 0  # the rank whose order of gradients then determines the layout
+        self._broadcasts = 0  # how many broadcasts are still to come from that rank
 
     @property
     def unused(self) -> tuple[int, ...] | None:
@@ -121,7 +121,7 @@ class StaticGraph:
         return is_new
 
     def compare(self, known: dict[int, tuple[int, ...] | None]) -> None:
-        """All ranks have met. ``known``: of each rank, the parameters that are not used."""
+        """All ranks have met. ``known``: for each rank, the parameters that are not used, if it knows them."""
         members = [known[rank] for rank in self.group.members]
         knows = next((at for at, unused in enumerate(members) if unused is not None), None)
         self._learns = knows is not None and None in members
@@ -129,20 +129,20 @@ class StaticGraph:
         self._given = members[self._root]
 
     def forget(self) -> None:
-        """No rank knows anything of it. The reducer is new."""
+        """No rank knows anything about the graph. The reducer is new."""
         self._is_known = self._has_run = self._learns = False
         self._map = self._given = None
         self._root = self._broadcasts = 0
 
     def prepare(self, *, has_layout: bool) -> None:
-        """A pass did not count. If it was the first one, the next one is."""
+        """A pass did not count. If it was the first one, the next one is the first again."""
         if not self._is_known:
             torch_private.renew_reducer(self._net, self._made_of)
             self._map, self._has_run = None, False
         self._broadcasts = BROADCASTS if self._learns and not has_layout else 0
 
     def amend(self, operation: str, args: tuple[Any, ...]) -> Any:
-        """A collective of the module's group: with which arguments it is called, or its work, if nobody else takes part in it."""
+        """A collective of the module's group: returns its arguments, or its work if nobody else takes part in it."""
         if operation == "allreduce":
             return self._reduce_map(args) if self._is_map(args[0][0]) else args
         if operation == "broadcast" and self._broadcasts and self._is_layout(args[0][0]):
@@ -162,11 +162,11 @@ class StaticGraph:
     def _end_pass(self) -> None:
         self._has_run = True
         if self._broadcasts:
-            # As the others, which have seen the order: they settle the layout at the beginning of their next pass.
+            # Like the others, which have seen the order and settle the layout at the beginning of their next pass.
             torch_private.push_parameters(self._net)
 
     def _is_map(self, tensor: torch.Tensor) -> bool:
-        # In the first backward pass: nobody else gives a group such a tensor there.
+        # In the first backward pass, nothing else passes such a tensor to the group.
         return (
             not self._is_known
             and self._map is None

@@ -1,1 +1,1 @@
-"""What of a rank stays on its host, in memory that outlives the worker."""
+"""What stays on a rank's host, in memory that outlives the worker."""

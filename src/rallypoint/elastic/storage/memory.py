@@ -1,7 +1,7 @@
-"""What a rank keeps in each step for the one that takes it over: a few KB in shared memory that outlives the process.
+"""What a rank keeps in each step for the process that takes it over: a few KB in shared memory that outlives the process.
 
-The memory is an anonymous file that the supervisor holds, too. It begins with how far the worker has come
-(:mod:`rallypoint._core.progress`). Then it has two slots, written in turn, so that one is whole whenever the process is killed.
+The memory is an anonymous file that the supervisor holds, too. It begins with the worker's progress
+(:mod:`rallypoint._core.progress`). Two slots follow, written in turn, so that one is complete whenever the process is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rallypoint._core import linux, progress
 from rallypoint.errors import ElasticError
 
 
-# Bytes of one slot. Both, and what lies before them, end before the first snapshot (:mod:`.slots`).
+# Bytes of one slot. Both slots, and what comes before them, end before the first snapshot (:mod:`.slots`).
 SLOT = 384 * 1024
 # Sequence number, length, then the checksum of both and the data.
 _HEAD = struct.Struct("!QII")
@@ -23,12 +23,12 @@ _SIZE = progress.SIZE + 2 * SLOT
 
 
 def newest(slots: list[bytes]) -> tuple[int, bytes] | None:
-    """The newest slot that is whole.
+    """The newest complete slot.
 
     Args:
-        slots: what each one holds: a header, then data.
+        slots: the contents of each: a header, then data.
     Returns:
-        Its number and its data; None if no slot was ever finished.
+        Its number and its data; None if no slot is complete.
     """
     found: tuple[int, bytes] | None = None
     for slot in slots:
@@ -57,9 +57,9 @@ def erase(fd: int, base: int) -> None:
 
 
 def grow(fd: int, size: int) -> None:
-    """Make a file at least so long, in bytes. Other threads may do the same for what lies behind.
+    """Make a file at least this long, in bytes. Other threads may make it longer at the same time.
 
-    (``ftruncate``, by a size that is no longer true, would cut off what they have mapped: they would get a SIGBUS.)
+    (``ftruncate`` with an outdated size would cut off what they have mapped: they would get a SIGBUS.)
     """
     if os.fstat(fd).st_size < size:
         os.pwrite(fd, b"\0", size - 1)
@@ -78,8 +78,8 @@ class Memory:
     """One rank's memory.
 
     Args:
-        fd: of the file, from the supervisor; None makes one.
-        base: where it begins. Behind 0 are copies of other ranks' memory (:mod:`.guests`).
+        fd: of the file, from the supervisor; None creates one.
+        base: where the memory begins in it. At bases other than 0 are copies of other ranks' memory (:mod:`.guests`).
     """
 
     def __init__(self, fd: int | None = None, base: int = 0) -> None:
@@ -97,7 +97,7 @@ class Memory:
         """Replace the older slot.
 
         Raises:
-            ElasticError: more than a slot holds.
+            ElasticError: the data does not fit into a slot.
         """
         number = self._number + 1
         slot = packed(number, data)
@@ -110,7 +110,7 @@ class Memory:
         self._number = number
 
     def close(self) -> None:
-        """Give it back; the supervisor's descriptor stays."""
+        """Release it; the supervisor's descriptor stays open."""
         self._map.close()
         if self._owns:
             os.close(self.fd)

@@ -1,12 +1,12 @@
-"""Snapshots of sharded state: decisions only. When one is taken, and to which one a loss leads back.
+"""Snapshots of sharded state: when one is taken, and to which one a loss leads back. Decisions only.
 
-With sharded state a lost rank takes a part with it that nobody else has. So all ranks keep snapshots of their parts, and a loss leads
-all of them back to the same one.
+With sharded state a lost rank takes a part with it that nobody else has. So all ranks keep snapshots of their parts, and a loss
+takes all of them back to the same one.
 
-- All ranks take the same snapshots, and number them alike. Behind each one they wait for each other, so a rank begins the next only
-  when this one is complete everywhere. With two slots per rank, one complete snapshot always exists on all of them.
-- A loss leads to the newest snapshot that every rank has whole. Newer ones are dropped: what follows may differ from them.
-- How many steps lie between two is either given, or follows from figures that all ranks share while they wait for each other.
+- All ranks take the same snapshots, and number them alike. After each one they wait for each other, so a rank starts the next one
+  only when this one is complete everywhere. With two slots per rank, there is always one complete snapshot on all of them.
+- A loss leads back to the newest snapshot that is complete on every rank. Newer ones are dropped: what follows may differ.
+- The number of steps between two is either given, or follows from figures that all ranks share while they wait for each other.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-# The share of the training time that snapshots may take, by their own count, if nobody says how often they are wanted. For all that
-# a session costs, 2 % are promised; with a share of 2 % steps were 2.7 % longer (bench/session_steps.py).
+# The share of the training time that snapshots may take, by their own count, if the user does not set an interval. A session
+# promises to cost 2 % in all; with a share of 2 %, steps were 2.7 % longer (bench/session_steps.py).
 SHARE = 0.0125
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Held:
-    """A snapshot that a rank has whole.
+    """A complete snapshot on a rank.
 
     Args:
         number: counts snapshots, the same on all ranks.
@@ -35,20 +35,20 @@ class Held:
 
 
 def common(held: Sequence[Sequence[Held]]) -> Held | None:
-    """The newest snapshot that all ranks have; None without one.
+    """The newest snapshot that all ranks have; None if there is none.
 
     Args:
-        held: of each rank.
+        held: each rank's snapshots.
     """
     everywhere = set(held[0]).intersection(*held[1:]) if held else set()
     return max(everywhere, default=None)
 
 
 class Schedule:
-    """When the next snapshot is due. All ranks come to the same, as they tell it the same.
+    """When the next snapshot is due. The same on all ranks, as all of them pass it the same figures.
 
     Args:
-        every: steps from one to the next; None: as often as :data:`SHARE` of the time allows.
+        every: steps between two snapshots; None: as often as :data:`SHARE` of the time allows.
 
     Raises:
         ValueError: ``every`` is below 1.
@@ -63,15 +63,15 @@ class Schedule:
 
     @property
     def interval(self) -> int:
-        """Steps from the last snapshot to the next."""
+        """Steps between the last snapshot and the next."""
         return self._interval
 
     def is_due(self, steps: int) -> bool:
-        """Whether one is due after this many steps."""
+        """Whether a snapshot is due after this many steps."""
         return steps - self._last >= self._interval
 
     def restart(self, steps: int) -> None:
-        """All ranks are back at a snapshot: one of them remembers nothing, so all begin anew."""
+        """All ranks are back at a snapshot: one of them remembers nothing, so all start over."""
         self._last, self._interval = steps, self._every or 1
 
     def note(self, steps: int, cost: float, step: float) -> None:
@@ -84,6 +84,6 @@ class Schedule:
         """
         if self._every is None and steps > self._last and step > 0.0:
             wanted = math.ceil(cost / (SHARE * step))
-            # The first figures are unusual: memory is touched for the first time, and kernels are loaded.
+            # The first figures are not typical: memory is touched for the first time, and kernels are loaded.
             self._interval = max(1, min(wanted, 2 * self._interval))
         self._last = steps

@@ -1,10 +1,10 @@
 """Snapshots in shared memory that outlives the worker: two slots of any size, written in turn.
 
-They lie behind a rank's small own state in the same anonymous file (:mod:`.memory`), which the supervisor holds, too. The second begins a
-terabyte behind the first: the file is sparse, so each can grow in place.
+They come after a rank's small own state in the same anonymous file (:mod:`.memory`), which the supervisor holds, too. The second
+slot begins a terabyte after the first: the file is sparse, so each can grow in place.
 
-A slot's header is cleared before its contents are written, and set afterwards. A process that is killed in between leaves the
-other slot, and a checksum tells whether the contents are still those that were written.
+A slot's header is cleared before its contents are written, and set afterwards. If a process is killed in between, the other slot
+is intact. A checksum tells whether the contents are still those that were written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .schedule import Held
 
 FIRST = 1 << 20
 STRIDE = 1 << 40
-# Number, steps, bytes of the contents, their checksum; then the checksum of these.
+# Number, steps, bytes of the contents, their checksum; then the checksum of these four.
 _HEAD = struct.Struct("=QQQQ")
 _CHECK = struct.Struct("=I")
 # Contents begin here, and each tensor in them at a multiple of ALIGNED.
@@ -35,13 +35,13 @@ ALIGNED = 64
 
 
 def header(held: Held, size: int, checksum: int) -> bytes:
-    """What a slot begins with, once it is whole."""
+    """What a slot begins with, once it is complete."""
     head = _HEAD.pack(held.number, held.steps, size, checksum)
     return head + _CHECK.pack(zlib.crc32(head))
 
 
 def read_header(data: bytes) -> tuple[Held, int, int] | None:
-    """Snapshot, bytes, checksum; None if the slot is not whole."""
+    """Snapshot, bytes, checksum; None if the slot is not complete."""
     head = data[: _HEAD.size]
     if len(data) < _HEAD.size + _CHECK.size:
         return None
@@ -55,8 +55,8 @@ class Slots:
     """The snapshots of one rank.
 
     Args:
-        fd: of the rank's memory. Stays open, and its owner's.
-        base: where it begins there.
+        fd: of the rank's memory. Not closed here: it stays its owner's.
+        base: where the memory begins in the file.
     """
 
     def __init__(self, fd: int, base: int = 0) -> None:
@@ -68,12 +68,12 @@ class Slots:
 
     @staticmethod
     def is_written(fd: int, base: int) -> bool:
-        """Whether anything seems to be there."""
+        """Whether there seems to be a snapshot."""
         begins = (base + FIRST + slot * STRIDE for slot in (0, 1))
         return any(read_header(os.pread(fd, CONTENTS, begin)) is not None for begin in begins)
 
     def check(self) -> tuple[Held, ...]:
-        """The snapshots that are whole; reads all of them."""
+        """The complete snapshots. Reads all of them."""
         self._held = [self._read(slot) for slot in (0, 1)]
         return tuple(sorted(each for each in self._held if each is not None))
 
@@ -81,11 +81,11 @@ class Slots:
         """Replace the older snapshot.
 
         Args:
-            held: which one it is.
+            held: the new snapshot.
             size: bytes of the contents.
-            pieces: where in the contents each one begins, and its bytes (``[n]``, uint8).
+            pieces: where in the contents each piece begins, and its bytes (``[n]``, uint8).
         Raises:
-            OSError: no more memory.
+            OSError: out of memory.
         """
         slot = self._older()
         size += -size % 8
@@ -99,12 +99,12 @@ class Slots:
         self._held[slot] = held
 
     def prepare(self, size: int) -> memoryview:
-        """Memory for contents from elsewhere, in the place of the older snapshot, which is dropped.
+        """Memory for contents from elsewhere, in place of the older snapshot, which is dropped.
 
         Args:
             size: in bytes, a multiple of 8.
         Raises:
-            OSError: no more memory.
+            OSError: out of memory.
         """
         slot = self._older()
         area = self._area(slot, CONTENTS + size)
@@ -113,7 +113,7 @@ class Slots:
         return memoryview(area)[CONTENTS : CONTENTS + size]
 
     def complete(self, held: Held, size: int, expected: int) -> bool:
-        """The memory is filled. Returns whether its checksum is this one; then it counts as a snapshot."""
+        """The memory is filled. Returns whether its checksum matches; if so, it counts as a snapshot."""
         area = self._area(self._prepared, CONTENTS + size)
         contents = torch.frombuffer(area, dtype=torch.int64, offset=CONTENTS, count=size // 8)
         if checksum(contents) != expected:
@@ -124,7 +124,7 @@ class Slots:
         return True
 
     def place(self, held: Held) -> tuple[int, int, int]:
-        """Where the contents of a whole snapshot begin in the file, their bytes, and their checksum."""
+        """Where the contents of a complete snapshot begin in the file, their bytes, and their checksum."""
         begin = self._begin(self._held.index(held))
         read = read_header(os.pread(self._fd, CONTENTS, begin))
         assert read is not None
@@ -138,21 +138,21 @@ class Slots:
         return self._first + slot * STRIDE
 
     def read(self, held: Held) -> torch.Tensor:
-        """The contents of a whole snapshot, as they lie in the memory: ``[n]``, uint8. Not to be kept."""
+        """The contents of a complete snapshot, in the memory itself (``[n]``, uint8; the caller must not keep it)."""
         slot = self._held.index(held)
         size = self._size(slot)
         area = self._area(slot, CONTENTS + size)
         return torch.frombuffer(area, dtype=torch.uint8, offset=CONTENTS, count=size)
 
     def drop_after(self, number: int) -> None:
-        """Drop all that are newer."""
+        """Drop all newer snapshots."""
         for slot, each in enumerate(self._held):
             if each is not None and each.number > number:
                 self._area(slot, CONTENTS)
                 self._clear(slot)
 
     def close(self) -> None:
-        """Give the mappings back; the memory stays."""
+        """Release the mappings; the memory stays."""
         for slot in (0, 1):
             self._unmap(slot)
 
@@ -188,6 +188,6 @@ class Slots:
     def _unmap(self, slot: int) -> None:
         area, self._areas[slot] = self._areas[slot], None
         if area is not None:
-            # A connection that broke while it filled it may hold it for a while.
+            # A connection that broke while it filled the area may hold it for a while.
             with contextlib.suppress(BufferError):
                 area.close()

@@ -1,1 +1,1 @@
-"""This process as one that can be kept, and its supervisor."""
+"""This process as a worker that can be kept, and its link to the supervisor."""

@@ -3,31 +3,31 @@
 Worker to supervisor, one JSON record per line:
 
 - ``{"kind": "kept expected"}``: the script imports this package before it forms groups, and so will probably enter a session.
-- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false, "resizes": false}``: this worker is in a session and
-  can be kept. With the record of a first start comes a descriptor: the memory that outlives this process (:mod:`.memory`). ``sharded``:
-  nobody else has its state, so it is lost if that memory is. ``saves``: it takes a last checkpoint if the job is told to stop.
-  ``resizes``: it can go on with another number of ranks.
-- ``{"kind": "kept fixed"}``: no, it cannot.
-- ``{"kind": "kept spare", "bound": "train.py:7 asks for the rank"}``: this worker has no place yet, and waits for one. ``bound``: why it
-  can only be the rank that it has run the set-up as; empty if it can be any.
-- ``{"kind": "kept memory"}``: with a descriptor: a newcomer's memory, if that of the lost one was lost with its node.
+- ``{"kind": "kept session", "generation": 0, "rank": 3, "sharded": false, "saves": false, "resizes": false}``: this worker is
+  in a session and can be kept. At a first start the record carries a descriptor: the memory that outlives this process
+  (:mod:`.memory`). ``sharded``: nobody else has this worker's state, so it is lost if that memory is lost. ``saves``: it takes a
+  last checkpoint if the job is told to stop. ``resizes``: it can continue with another number of ranks.
+- ``{"kind": "kept fixed"}``: this worker can no longer continue with another number of ranks.
+- ``{"kind": "kept spare", "bound": "train.py:7 asks for the rank"}``: this worker has no place yet, and waits for one.
+  ``bound``: why it can only be the rank that it has run the set-up as; empty if it can be any.
+- ``{"kind": "kept memory"}``: carries a descriptor: a newcomer's memory, if the lost process's was lost with its node.
 - ``{"kind": "kept recovered", ...}``: what a recovery has cost.
-- ``{"kind": "kept left"}``: the session has ended well.
-- ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends it, in this step.
-- ``{"kind": "kept refused"}``: the ranks' sessions do not match, or cannot be kept: this process ends, and so would another one in its place.
+- ``{"kind": "kept left"}``: the session has ended without an error.
+- ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends the session, in this step.
+- ``{"kind": "kept refused"}``: the sessions do not match or cannot be kept: this process exits, as any in its place would.
 
 Supervisor to worker:
 
-- ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``; with the descriptor of the memory if
-  this process takes a lost rank over.
-- ``{"kind": "told"}``: this node is told to stop: a SIGTERM of this process waits for the next record.
-- ``{"kind": "stop"}``: the job is told to stop: take a last checkpoint, and end.
+- ``{"kind": "go", "generation": 0, "host": "127.0.0.1", "port": 29500}``: answers ``session``. Carries the descriptor of the
+  memory if this process takes over a lost rank.
+- ``{"kind": "told"}``: this node is told to stop: a SIGTERM to this process is held until the next record.
+- ``{"kind": "stop"}``: the job is told to stop: take a last checkpoint, and exit.
 - ``{"kind": "end"}``: the time for that is over.
-- ``{"kind": "become", "env": {"RANK": "3", …}}``: a spare gets a place: its variables, and with the record the descriptors of its stdout and
-  stderr.
-- ``{"kind": "hold"}``: a node is lost, and the others meet again: wait for the next record, however long it takes.
-- ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation. This record and
-  ``go`` have a ``place`` (``{"RANK": "1", "WORLD_SIZE": "2", …}``) if the session has had another number of ranks.
+- ``{"kind": "become", "env": {"RANK": "3", …}}``: a spare gets a place: these are its variables, and the record carries the
+  descriptors of its stdout and stderr.
+- ``{"kind": "hold"}``: a node is lost, and the supervisors meet again: wait for the next record, however long it takes.
+- ``{"kind": "lost", "generation": 1, "ranks": [3], "why": "…", "host": …, "port": …}``: meet the others in this generation. This
+  record and ``go`` have a ``place`` (``{"RANK": "1", "WORLD_SIZE": "2", …}``) if the number of ranks has changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rallypoint.errors import ElasticError
 from .termination import Termination, Word
 
 
-# Seconds until the old connections are shut once more, if this process still waits on them.
+# Seconds until the old connections are shut again, if this process still waits on them.
 AGAIN = 0.25
 # Records about the end of the job.
 WORDS = {each.value for each in Word}
@@ -74,7 +74,7 @@ class Link:
     """The line to the supervisor.
 
     Args:
-        on_loss: called in the link's thread as soon as the supervisor tells of a loss; must not block.
+        on_loss: called in the link's thread as soon as the supervisor reports a loss; must not block.
     """
 
     def __init__(self, on_loss: Callable[[Notice], None]) -> None:
@@ -86,7 +86,7 @@ class Link:
         self._changed = threading.Condition()
         self._newest: Notice | None = None
         self._memory: int | None = None
-        self._place: tuple[dict[str, str], list[int]] | None = None  # of a spare, once it has one
+        self._place: tuple[dict[str, str], list[int]] | None = None  # a spare's, once it has one
         self._awaits_place = False
         self._given: list[int] = []
         self._is_over = False
@@ -110,12 +110,12 @@ class Link:
         """Tell the supervisor that this worker can be kept. Blocks: until it answers.
 
         Args:
-            memory: the descriptor of this rank's memory, if this process has made it.
+            memory: the descriptor of this rank's memory, if this process has created it.
             sharded: no other rank has this one's state.
             saves: this process takes a last checkpoint if the job is told to stop.
-            resizes: it can go on with another number of ranks.
+            resizes: it can continue with another number of ranks.
         Returns:
-            The descriptor of the memory of the lost rank that this process takes over.
+            The descriptor of the lost rank's memory, if this process takes that rank over and the memory still exists.
         Raises:
             ElasticError: the supervisor does not answer.
         """
@@ -141,7 +141,7 @@ class Link:
         """Tell the supervisor that this spare waits. Blocks: until it gets a place.
 
         Returns:
-            The place's variables; descriptors of its stdout and stderr.
+            The place's variables, and the descriptors of its stdout and stderr.
         Raises:
             ElasticError: the supervisor is gone.
         """
@@ -168,16 +168,16 @@ class Link:
         return self._newest
 
     def give(self, memory: int) -> None:
-        """Give the supervisor the descriptor of this rank's memory: that of the lost one was lost with its node."""
+        """Give the supervisor the descriptor of this rank's memory, as the lost process's memory was lost with its node."""
         record = {"kind": "kept memory"}
         socket.send_fds(self._socket, [json.dumps(record).encode() + b"\n"], [memory])
 
     def meet(self, generation: int) -> None:
-        """This process goes to meet the others in this generation: it waits for no older connection any more."""
+        """This process is about to meet the others in this generation, and no longer waits on older connections."""
         self._met = generation
 
     def wait(self, after: int, timeout: float) -> Notice | None:
-        """The newest notice of a generation after this one. Blocks: until there is one, or the time is over."""
+        """The newest notice, if its generation is later than this one. Blocks: until there is one, or the time is over."""
         deadline = Deadline(timeout)
         with self._changed:
             while self._newest is None or self._newest.generation <= after:
@@ -199,7 +199,7 @@ class Link:
         while True:
             newest = self._newest
             is_unheeded = newest is not None and newest.is_loss and self._met < newest.generation
-            # A collective may have begun just when the connections were shut.
+            # A collective may have started at the moment when the connections were shut.
             if newest is not None and is_unheeded and not poller.poll(AGAIN * 1000):
                 self._on_loss(newest)
                 continue
@@ -253,6 +253,6 @@ class Link:
                 self._newest = notice
             self._is_held = self._is_held and not notice.is_loss
             self._changed.notify_all()
-        # Afterwards: who begins to form an older generation just now either sees the newer notice, or is seen here.
+        # Last: a thread that starts to form an older generation right now either sees the newer notice, or is seen here.
         if notice.is_loss:
             self._on_loss(notice)

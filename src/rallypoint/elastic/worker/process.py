@@ -1,4 +1,4 @@
-"""What this process is to a job: a worker that can be kept, or not; at its first start, or in place of a lost one."""
+"""What this process is to a job: a worker that can be kept or not, at its first start or in place of a lost one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class KeptProcess:
 
     Args:
         host, port: of the workers' store.
-        generation: of this process's start.
-        rank: global; that with which it runs the script's set-up. In a session that goes on with another number of ranks, its
-            groups know the present one.
-        ranks: how many there were then.
+        generation: the one in which this process started.
+        rank: the global rank with which it runs the script's set-up. If the session continues with another number of ranks, the
+            groups know the current one.
+        ranks: how many ranks there were at that time.
         node: the number of its node.
-        nodes: how many there are.
-        takes_over: whether it takes the place of a lost one.
-        is_spare: it waits in its session for such a place; until then, ``rank`` is that which it runs the set-up as.
+        nodes: how many nodes there are.
+        takes_over: whether it takes the place of a lost process.
+        is_spare: it waits in its session for such a place; until then, ``rank`` is the one it runs the set-up as.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class KeptProcess:
         self.takes_over = takes_over
         self._is_spare = is_spare
         self._has_entered = False
-        # The session has had another number of ranks.
+        # The number of ranks has changed in this session.
         self.was_resized = False
         self.recorder = Recorder()
         self._records = Records(host, port, ranks, is_new=takes_over)
         self._holds_all = False
         self._forming: Wiring | None = None
         self.copies: Copies | None = None  # on other nodes
-        # Called with the rank and the number of ranks, when they change.
+        # Called with the rank and the number of ranks when they change.
         self.on_resize: Callable[[int, int], None] | None = None
         if takes_over:
             self.groups = Groups(None, Replay(self._read))
@@ -84,7 +84,7 @@ class KeptProcess:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the workers' store."""
+        """The address of the workers' store."""
         return self._records.address
 
     def wiring_of(self, generation: int, host: str, port: int) -> Wiring:
@@ -95,7 +95,7 @@ class KeptProcess:
         """A session begins.
 
         Raises:
-            ElasticError: it is not the first.
+            ElasticError: it is not the script's first session.
         """
         if self._has_entered:
             raise ElasticError(
@@ -106,10 +106,10 @@ class KeptProcess:
         self._has_entered = True
         self.groups.forget_destroyed()
         if self.takes_over and not self._is_spare:
-            self._records.note_read(self._rank)  # the script has just had all of it
+            self._records.note_read(self._rank)  # the set-up has just replayed all of it
 
     def await_place(self, *, sharded: bool) -> None:
-        """In a spare: wait for a place, and become the rank that had it. Blocks: until there is one; elsewhere, not at all.
+        """In a spare: wait for a place, and become its rank. Blocks: until there is a place; in other workers, not at all.
 
         Args:
             sharded: each rank's objects hold a part of the state.
@@ -120,7 +120,7 @@ class KeptProcess:
             rank_watch.bind("the state is sharded, and its parts are assigned")
         variables, streams = self.link.await_place(rank_watch.why_bound())
         self._is_spare = False
-        self._records.forget()  # that of the rank that it has run the set-up as
+        self._records.forget()  # the record of the rank that it has run the set-up as
         _take_streams(streams)
         environment.process_environment().update(variables)
         before, self._rank = self._rank, int(variables["RANK"])
@@ -128,7 +128,7 @@ class KeptProcess:
         rank_watch.end(before, self._rank)
 
     def publish(self) -> None:
-        """Store the record of this process's set-up, for those that may take its place."""
+        """Store the record of this process's set-up, for processes that may take its place."""
         self._records.publish(self._rank, self.recorder.parts().items())
         for group in self.groups:
             group.observer = None
@@ -140,12 +140,12 @@ class KeptProcess:
         groups: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
         copies: int,
     ) -> None:
-        """Know what is to be stored again if the store is lost. All ranks have stored theirs; in a new store, some may be missing.
+        """Remember what must be stored again if the store is lost. All ranks have stored theirs, but a new store may lack some.
 
         Args:
-            nodes: of each rank.
-            groups: of each rank: names and members.
-            copies: how many nodes are to know each rank's, its own among them.
+            nodes: each rank's node.
+            groups: each rank's groups: names and members.
+            copies: how many nodes are to know each rank's record, including the rank's own node.
         """
         if self._holds_all or len(set(nodes)) < 2:
             return
@@ -164,10 +164,10 @@ class KeptProcess:
         return newest is not None and newest.generation > notice.generation
 
     def form(self, notice: Notice) -> Wiring:
-        """The connections to meet with, in the generation of a notice. A newer notice cuts them.
+        """The connections for meeting in the generation of a notice. A newer notice cuts them.
 
         Raises:
-            RendezvousConnectionError: the workers' store is another one now, and does not answer; or there is a newer notice.
+            RendezvousConnectionError: the workers' store is a new one that does not answer; or there is a newer notice.
         """
         self._records.store_again(
             notice.host, notice.port, notice.generation, lambda: self._is_outdated(notice)
@@ -182,12 +182,12 @@ class KeptProcess:
         return wiring
 
     def settle(self) -> None:
-        """This process has run the set-up, and its supervisor has told where it belongs: be the rank that it is now."""
+        """After the set-up, when the supervisor has told this process its place: become the rank of that place."""
         if (newest := self.link.newest) is not None:
             self._take_place(newest.place)
 
     def _take_place(self, place: Mapping[str, str]) -> None:
-        """The session goes on with another number of ranks than in its first round."""
+        """The session continues with another number of ranks than in its first round."""
         if not place:
             return
         self.was_resized = True
@@ -199,7 +199,7 @@ class KeptProcess:
             self.on_resize(rank, ranks)
 
     def _cut(self, notice: Notice) -> None:
-        """In the link's thread: nobody may go on waiting for the lost ones. Newer connections may be under way already."""
+        """In the link's thread: stop every wait for the lost processes. Newer connections may already be under way."""
         for wiring in {self.groups.wiring, self._forming}:
             if wiring is not None and wiring.generation < notice.generation:
                 wiring.cut()
@@ -212,7 +212,7 @@ class KeptProcess:
             return self._records.read(key, self._rank, is_spare=self._is_spare)
         except RecordsLost:
             if not self._is_spare:
-                # Another process in its place could not read it, either.
+                # Another process in its place could not read it either.
                 self.link.tell({"kind": "kept refused"})
             raise ElasticError(
                 f"the record of the set-up of rank {self._rank} was lost with the nodes that held it"
@@ -224,7 +224,7 @@ class KeptProcess:
 
 
 def _take_streams(fds: Sequence[int]) -> None:
-    """What this process writes from now on goes where the lost one's output went."""
+    """Send what this process writes from now on to where the lost one's output went."""
     for stream, fd, place in zip((sys.stdout, sys.stderr), fds, (1, 2), strict=True):
         stream.flush()
         os.dup2(fd, place)
@@ -235,9 +235,9 @@ _process: KeptProcess | None = None
 
 
 def begin() -> None:
-    """When this package is imported: in a worker of ``rally run``, groups that are made from now on can be kept.
+    """Called when this package is imported: in a worker of ``rally run``, groups that are made from now on can be kept.
 
-    Where the process that a worker is a fork of has imported the package, this begins with the worker.
+    If the package was imported by the process that a worker is forked from, this takes effect when the worker starts.
     """
     supervisor_line.when_held(_begin)
 
@@ -267,6 +267,6 @@ def is_worker() -> bool:
 
 
 def current() -> KeptProcess | None:
-    """This process as a worker that can be kept; None in any other."""
+    """This process, as a worker that can be kept; None if it is not one."""
     is_own = _process is not None and _process.pid == os.getpid()
     return _process if is_own and is_worker() else None

@@ -1,8 +1,8 @@
 """The records of the script's set-up in the workers' store, and what this process knows of them in case the store is lost.
 
-With the store's node, all records are lost. Each process then stores in the next store what it knows, and after that the key
-``seen/<rank>``: it has been there. The last one to come finds all these keys. What is missing then, nobody has, and those
-who wait for it are told so.
+If the store's node is lost, all records are lost with it. Each process then puts what it knows into the next store, and after
+that sets the key ``seen/<rank>``. The last process to do so finds all of these keys. A record that is still missing by then is
+lost for good, and whoever waits for it is told so.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from rallypoint.elastic.communication import setup_record
 from rallypoint.elastic.communication.connections import Wiring
 
 
-# Where they are in the store.
+# The records' prefix in the store.
 RECORDS = "rally/kept"
-# Seconds that the others may take to store them again in a new store: they may be in a long computation.
+# Seconds that the others may take to put them into a new store: they may be in a long computation.
 PATIENCE = 300.0
 _WHOLE = b"1"
 _LOST = b"0"
 
 
 class RecordsLost(Exception):
-    """The record of a rank is nowhere."""
+    """Nobody has the record of a rank any more."""
 
 
 class Records:
@@ -30,7 +30,7 @@ class Records:
 
     Args:
         host, port: of the store.
-        ranks: how many there were in the script's set-up. All ranks in here are those of the set-up.
+        ranks: how many there were in the script's set-up. All ranks in this class are those of the set-up.
         is_new: this process takes the place of a lost one, and reads its rank's record.
     """
 
@@ -39,15 +39,15 @@ class Records:
         self.address = host, port
         self._wiring = Wiring(host, port, RECORDS)
         self._storing: Wiring | None = None  # a new store's, until all is stored there
-        # What this process knows, and the ranks whose whole record that contains: its own, and those whose partner it is.
+        # What this process knows, and the ranks whose complete records it has: its own, and those that it is a partner of.
         self._known: dict[str, bytes] = {}
         self._holds: set[int] = set()
         self._is_read = not is_new  # all of this rank's record can be read
-        # The store in which this process has said that it has been there. In the first one, nothing is missing.
+        # The store in which this process has set its `seen` key. In the first store, nothing is missing.
         self._seen_in = None if is_new else self.address
 
     def publish(self, rank: int, parts: Iterable[tuple[str, bytes]]) -> None:
-        """Store the record of this process's set-up, for those that may take its place."""
+        """Store the record of this process's set-up, for processes that may take its place."""
         for key, value in parts:
             self._wiring.set(key, value)
         self._wiring.set(setup_record.whole_key(rank), _WHOLE)
@@ -61,11 +61,11 @@ class Records:
         self._holds.add(rank)
 
     def hold(self, rank: int, places: Sequence[tuple[str, int]]) -> None:
-        """Know a rank's record, if the store has all of it.
+        """Remember a rank's record, if the store has all of it.
 
         Args:
-            rank: with which it has run the set-up.
-            places: its groups, and its rank there.
+            rank: the one whose set-up it is.
+            places: the names of the rank's groups, and its rank in each.
         """
         if rank in self._holds or self._peek(setup_record.whole_key(rank)) != _WHOLE:
             return
@@ -83,10 +83,10 @@ class Records:
     def store_again(
         self, host: str, port: int, generation: int, is_outdated: Callable[[], bool]
     ) -> None:
-        """Where the store is another one now: store in it what newcomers need. A newer notice ends this.
+        """If the store has been replaced, put into the new one what newcomers need. A newer notice ends this.
 
         Raises:
-            RendezvousConnectionError: it does not answer, or there is a newer notice.
+            RendezvousConnectionError: the store does not answer, or there is a newer notice.
         """
         if (host, port) == self.address and not self._wiring.is_cut:
             return
@@ -105,7 +105,7 @@ class Records:
         self._seen_in = None
 
     def say_seen(self, rank: int) -> None:
-        """This process has stored what it knows. If it is the last one that does so in this store, say what is lost.
+        """This process has stored what it knows. If it is the last one to do so in this store, mark what is lost.
 
         Raises:
             RendezvousConnectionError: the store does not answer.
@@ -123,11 +123,11 @@ class Records:
                 self._wiring.set(key, _LOST)
 
     def read(self, key: str, rank: int, *, is_spare: bool) -> bytes | None:
-        """A part of a rank's record; None if it has none. Blocks: until the record is in the store.
+        """A part of a rank's record; None if the record has no such part. Blocks: until the record is in the store.
 
         Args:
             rank: the one that this process runs the set-up as.
-            is_spare: another process has this rank, and can store it.
+            is_spare: another process has this rank, and can store the record.
 
         Raises:
             RecordsLost: nobody has it, or nobody has stored it in time.
@@ -148,7 +148,7 @@ class Records:
         return value
 
     def cut(self, generation: int) -> None:
-        """Nobody may go on storing what was begun before this generation."""
+        """Stop storing into a new store, if that was begun before this generation."""
         storing = self._storing
         if storing is not None and storing.generation < generation:
             storing.cut()

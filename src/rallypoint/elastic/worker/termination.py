@@ -1,8 +1,8 @@
 """SIGTERM in a worker whose session takes a last checkpoint.
 
-Clusters signal all processes of a job at once. A worker that died of it at once would take the last checkpoint with it. So
-it waits a moment for its supervisor, which was signalled too if the whole job is to stop, and does then as that says. If the
-supervisor says nothing, the signal was for this process alone.
+Clusters signal all processes of a job at once. If a worker died immediately, there could be no last checkpoint. So it waits
+a moment for its supervisor, which was signalled too if the whole job is to stop, and then does what the supervisor says. If
+the supervisor says nothing, the signal was for this process alone.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ class Decision:
     """What becomes of a SIGTERM: pure."""
 
     def __init__(self) -> None:
-        self._is_held = False  # a signal has come, and waits
+        self._is_held = False  # a signal has arrived and is held back
         self._is_told = False  # the supervisor knows of the stop
         self._is_over = False  # signals act as they did before the session
 
     def signalled(self) -> bool:
-        """SIGTERM has come. Returns whether it acts now."""
+        """SIGTERM has arrived. Returns whether it takes effect now."""
         if self._is_over:
             return True
         self._is_held = True
         return False
 
     def heard(self, word: Word) -> bool:
-        """The supervisor's word. Returns whether the signal that was held acts now."""
+        """The supervisor has said something. Returns whether a held signal takes effect now."""
         self._is_told = True
         if word is not Word.END:
             return False
         return self.over()
 
     def moment_over(self) -> bool:
-        """The moment after the first signal is over. Returns whether it acts now."""
+        """The moment after the first signal is over. Returns whether the signal takes effect now."""
         return not self._is_told and self.over()
 
     def over(self) -> bool:
-        """The session is over: signals act. Returns whether one was held."""
+        """The session is over: signals take effect again. Returns whether one was held."""
         self._is_over = True
         held, self._is_held = self._is_held, False
         return held
@@ -65,7 +65,7 @@ class Decision:
 class Termination:
     """Holds this process's SIGTERM while its session runs.
 
-    A handler of the script's own runs when the signal acts.
+    When the signal takes effect, a handler of the script's own runs.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Termination:
         self._timer: threading.Timer | None = None
 
     def begin(self) -> None:
-        """Hold signals from now on. Only the main thread can; elsewhere they act at once."""
+        """Hold signals from now on. Only the main thread can; otherwise they take effect at once."""
         before = signal.getsignal(signal.SIGTERM)
-        # Ignored, or handled by C code of others: theirs.
+        # Ignored, or handled by somebody's C code: leave it alone.
         if before in {signal.SIG_IGN, None}:
             return
         if threading.current_thread() is threading.main_thread():
@@ -89,7 +89,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end(self) -> None:
-        """Signals act as they did before :meth:`begin`; so does one that was held."""
+        """Signals act as they did before :meth:`begin`. One that was held takes effect now."""
         if self._timer is not None:
             self._timer.cancel()
         held = self._decision.over()
@@ -98,7 +98,7 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def forget(self) -> None:
-        """The signal that was held has been heeded."""
+        """The held signal has been dealt with."""
         self._decision.over()
         self._restore()
 
@@ -123,7 +123,7 @@ class Termination:
 
 @contextmanager
 def kept_from_children() -> Generator[None, None, None]:
-    """Processes that are started in the block never get SIGTERM: the last steps still need a loader's workers."""
+    """Processes started in this block never get SIGTERM: the last steps still need a loader's workers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
