@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import select
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
-from rallypoint.launch.coordination.interface import NodeFacts, PeerEvent, RoundReady
+from rallypoint.launch.coordination.interface import (
+    CoordinationEvent,
+    NodeFacts,
+    PeerEvent,
+    RoundReady,
+)
 from rallypoint.launch.coordination.peers import PeerNodes
-from rallypoint.rendezvous import parse_endpoint
+from rallypoint.rendezvous import RendezvousInfo, parse_endpoint
 
 
 PATIENCE = 30.0
@@ -73,3 +80,30 @@ def test_a_node_that_leaves_as_a_round_forms_leaves_that_round(nodes: list[PeerN
     assert ready(stays)
     told = [event for event in stays.take() if isinstance(event, PeerEvent)]
     assert [(event.what, event.node_rank) for event in told] == [("leaving", its.node_rank)]
+
+
+def test_a_round_is_heard_of_before_a_node_that_leaves_it_at_once(
+    nodes: list[PeerNodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor would take the news to be about the round before, and then wait for a node that is gone."""
+    stays, leaves = nodes
+    has_left = threading.Event()
+    describe = stays._round_ready
+
+    def describe_late(formed: RendezvousInfo) -> RoundReady:
+        assert has_left.wait(PATIENCE)
+        time.sleep(0.2)  # for a journal that is being read already
+        return describe(formed)
+
+    monkeypatch.setattr(stays, "_round_ready", describe_late)
+    for node in nodes:
+        node.join(0, NodeFacts(num_workers=1))
+    its = taken_round(leaves)
+    leaves.tell("leaving", its.generation, ())
+    has_left.set()
+    heard: list[CoordinationEvent] = []
+    while len(heard) < 2:
+        assert ready(stays)
+        heard += stays.take()
+    assert isinstance(heard[0], RoundReady)
+    assert heard[1] == PeerEvent("leaving", its.node_rank, its.generation)

@@ -330,17 +330,21 @@ class PeerNodes:
             # It looked for the store until join_timeout.
             self._post(CoordinationFailed(error))
             return
-        with self._lock:
-            self._round = Round(formed.generation, formed.rank, formed.world_size)
-            self._reports = ()
+        ready = self._round_ready(formed)
+        current = Round(formed.generation, formed.rank, formed.world_size)
         if self._questions is not None:
             self._questions.close()
-        self._questions = NodeQuestions(self._round, self._clone)
         if self._reader is not None:
             self._reader.end()
-        self._reader = JournalReader(self, self._round, self._clone(), self._lease)
+        self._questions = NodeQuestions(current, self._clone)
+        self._reader = JournalReader(self, current, self._clone(), self._lease)
+        with self._lock:
+            # The supervisor hears of the round before anything that happens in it: a member may leave at once.
+            self._round = current
+            self._reports = ()
+            self._put(ready)
+        self._joining = False  # news that others are ahead are about this round from here on
         self._reader.start()
-        self._post(self._round_ready(formed))
 
     def _close_is_heard(self) -> str:
         """Why there will be no further round. The node that serves the store waits until all have read this."""
@@ -719,14 +723,18 @@ class PeerNodes:
 
     def _post(self, event: CoordinationEvent) -> None:
         with self._lock:
-            if self._stop.is_set():
-                return
-            self._events.append(event)
-            if self._write >= 0:
-                try:
-                    os.write(self._write, b"x")
-                except BlockingIOError:
-                    pass  # the pipe is readable already
+            self._put(event)
+
+    def _put(self, event: CoordinationEvent) -> None:
+        """As :meth:`_post`, with the lock held."""
+        if self._stop.is_set():
+            return
+        self._events.append(event)
+        if self._write >= 0:
+            try:
+                os.write(self._write, b"x")
+            except BlockingIOError:
+                pass  # the pipe is readable already
 
 
 def _heard(generation: int, rank: int) -> str:
