@@ -1,4 +1,4 @@
-"""Held over every test: what a test changes in its own process, it puts back."""
+"""Applies to every test: a test undoes its changes to its own process."""
 
 import compileall
 import gc
@@ -22,14 +22,14 @@ import pace
 _FOLDER = pytest.StashKey[str]()
 
 
-# Several files are tested at a time: how long an example takes says nothing.
+# Several files are tested at a time, so how long an example takes says nothing.
 settings.register_profile("no deadline", settings(), deadline=None)
 settings.load_profile("no deadline")
-# Where hypothesis keeps those of a test.
+# Where hypothesis keeps a test's settings.
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 
-# What a shell ignores for a command in the background, and nohup: those whom the tests start would inherit it.
+# Signals that a shell (for background commands) and nohup ignore: processes started by tests would inherit that.
 _SIGNALS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGQUIT: signal.SIG_DFL,
@@ -38,25 +38,25 @@ _SIGNALS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What all tests find: signals as in a terminal, and one folder for the temporary files of all they start."""
+    """Sets up what all tests share: signals as in a terminal, and one folder for all temporary files."""
     for number, handler in _SIGNALS.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     pace.measure()
     if not hasattr(config, "workerinput"):
-        # Where no bytecode is written, each launch would compile the package again: half of its CPU.
+        # Without bytecode, each launch would compile the package again: half of its CPU time.
         for sources in ("src", "tests"):
             compileall.compile_dir(config.rootpath / sources, quiet=2)
     gc.disable()  # until all tests are collected
     # Failed jobs keep their logs.
-    multiprocessing.util.get_temp_dir()  # its own goes when Python ends, after ours
+    multiprocessing.util.get_temp_dir()  # it removes its own when Python exits, after ours
     folder = tempfile.mkdtemp(prefix="rally-tests-")
     config.stash[_FOLDER] = folder
     os.environ["TMPDIR"] = folder  # before test modules are loaded: some copy the environment then
-    tempfile.tempdir = None  # asked for again, with the new variable
+    tempfile.tempdir = None  # looked up again, with the new variable
 
 
-# The files that take longest, the longest first: begun last, one of them would hold up the end.
+# The slowest files, slowest first: started last, one of them would hold up the end of the run.
 _LONGEST = [
     "test_elastic.py",
     "test_script_does_not_notice.py",
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     properties = [item for item in items if hasattr(_function_of(item), "hypothesis")]
     times = config.getoption("--deep")
     for item in properties:
-        # Of one that fails, an example is made smaller for up to five minutes before it is shown.
+        # Hypothesis may shrink a failing example for up to five minutes before it shows it.
         item.add_marker(pytest.mark.timeout(0 if times else 900))
     if times:
         items[:] = properties
@@ -116,8 +116,8 @@ def _function_of(item: pytest.Item) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what is loaded now out of collections: tests that look for leaks ask for many."""
-    # Several threads of torch wait for one another by spinning: slow where other tests want the CPU, too.
+    """Exclude what is loaded now from collections: tests that look for leaks collect often."""
+    # torch's threads wait for one another by spinning, which is slow when other tests want the CPU, too.
     if hasattr(sys.modules.get("torch"), "set_num_threads"):
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
@@ -157,7 +157,7 @@ def _skipped(report: Any, path: Path) -> Any:
 
 # -- what each test puts back ----------------------------------------------------------------------
 
-# pytest's own note of where it is; torch's, when its first optimizer steps.
+# pytest's own note of the current test; torch's, when an optimizer first steps.
 _EXPECTED = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 

@@ -1,6 +1,7 @@
-"""A training for test_elastic_devices.py, in an elastic session, with workers that die at given places: device_train.py FOLDER FAULTS KIND.
+"""A training in an elastic session for test_elastic_devices.py; workers die at given places: device_train.py FOLDER FAULTS KIND.
 
-KIND begins with the device and the backend, as in "cuda nccl fsdp2". Ranks may share a GPU: NCCL takes two ranks on one GPU for a mistake, unless they seem to be on different hosts.
+KIND starts with the device and the backend, as in "cuda nccl fsdp2". Ranks may share a GPU: NCCL takes two ranks on one GPU
+for a mistake, unless they seem to be on different hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def fault(where: str) -> None:
 
 
 class Dying(torch.autograd.Function):
-    """Does nothing, but for the fault in its backward pass."""
+    """Does nothing, except for the fault in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ class Net(nn.Module):
         return self.last(Dying.apply(self.middle(x)).relu())
 
 
-# To NCCL.
+# For NCCL.
 os.environ["NCCL_HOSTID"] = f"host of rank {os.environ['RANK']}"
 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic

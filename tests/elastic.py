@@ -1,7 +1,7 @@
-"""Elastic jobs for tests: supervisors on hosts of their own, what they say and when, what their workers note.
+"""Elastic jobs for tests: supervisors on their own hosts, what they say and when, and what their workers note.
 
-A *host* is a network namespace with an address of its own on a bridge, and a host name that nobody can
-look up. Nothing here leads out: no name server is reachable.
+A *host* is a network namespace with its own address on a bridge and a host name that cannot be looked up.
+It is isolated: no name server is reachable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from supervisors import Popen
 
 WORKER = Path(__file__).parent / "faults" / "scripts" / "elastic_worker.py"
 MARK = "RALLY_TEST_JOB"
-# Between an event and what must follow from it, on a machine that is busy with other things.
+# Seconds between an event and what must follow from it, on a machine that is busy with other things.
 PATIENCE = 180.0
 PORT = 29400
 
@@ -100,18 +100,18 @@ class Hosts:
         return f"10.78.0.{index + 1}"
 
     def prefix(self, index: int) -> tuple[str, ...]:
-        """Words that run a command there, in the same process."""
-        # With a kernel's own view of names: a host name of its own.
+        """The words that run a command on that host, in the same process."""
+        # In its own UTS namespace, so it has its own host name.
         name = 'hostname "$0" && exec "$@"'
         net = f"--net=/run/netns/{self._names[index]}"
         return ("nsenter", net, "unshare", "--uts", "sh", "-c", name, f"host-{index}")
 
     def net(self, index: int) -> str:
-        """Path of its network namespace."""
+        """Path of the host's network namespace."""
         return f"/run/netns/{self._names[index]}"
 
     def cut(self, index: int) -> float:
-        """Pull the cable; when."""
+        """Pull the cable; returns when."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "down")
         return time.monotonic()
 
@@ -120,7 +120,7 @@ class Hosts:
         return time.monotonic()
 
     def part(self, *indices: int) -> float:
-        """These hosts see each other, and none of the others."""
+        """Make a partition: these hosts see each other and none of the others."""
         for index in indices:
             _ip("-n", self._switch, "link", "set", f"port{index}", "master", "right")
         return time.monotonic()
@@ -132,7 +132,7 @@ class Hosts:
         return time.monotonic()
 
     def listening(self, index: int) -> list[str]:
-        """Addresses somebody listens at."""
+        """Addresses that somebody listens on."""
         net = f"--net=/run/netns/{self._names[index]}"
         files = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
         words = ["nsenter", net, "cat", *files]
@@ -147,7 +147,7 @@ class Hosts:
 
 
 def make_hosts(count: int) -> Iterator[Hosts]:
-    """For a fixture: skips where there can be none; in CI there must be."""
+    """For a fixture: skips where network namespaces are unavailable; in CI it fails instead."""
     tools = all(shutil.which(tool) for tool in ("ip", "nsenter", "unshare"))
     if os.geteuid() != 0 or not tools:
         why = "needs root, iproute2 and util-linux for network namespaces"
@@ -191,7 +191,7 @@ class Node:
                 return
 
     def _await_reader(self) -> None:
-        """What is in the pipe is in `lines` then. (Others may keep its other end open.)"""
+        """Blocks until `lines` holds everything that is in the pipe. (Others may keep its other end open.)"""
         left = array.array("i", [1])
         while left[0] and self._thread.is_alive():
             time.sleep(0.002)
@@ -211,7 +211,7 @@ class Node:
         return "\n".join(text for _, text in list(self.lines))
 
     def said(self, text: str, since: float = 0.0) -> float | None:
-        """When it said that first."""
+        """When it first said that."""
         return next((at for at, line in list(self.lines) if at > since and text in line), None)
 
     def wait_said(self, text: str, since: float = 0.0, timeout: float = PATIENCE) -> float:
@@ -220,7 +220,7 @@ class Node:
         )
 
     def signal(self, number: int) -> float:
-        """Send it to the supervisor; when."""
+        """Send the signal to the supervisor; returns when."""
         self.killed = self.killed or number == signal.SIGKILL
         at = time.monotonic()
         os.kill(self.pid, number)
@@ -292,7 +292,7 @@ class Cluster:
             stderr=subprocess.PIPE,
             env=full,
             cwd=self.folder,
-            start_new_session=True,  # a Ctrl-C at the tests is not for it
+            start_new_session=True,  # a Ctrl-C at the tests must not reach it
             **place,
         )
         self.nodes.append(Node(name, begun, tmp))
@@ -309,7 +309,7 @@ class Cluster:
         return [each for each in found if what in {"", each["what"]} and each["at"] > since]
 
     def formed(self, world: int, after: int = -1, timeout: float = PATIENCE) -> Formed:
-        """Wait for the next generation of so many workers that is complete and has done a collective."""
+        """Wait for the next generation with that many workers that is complete and has done a collective."""
 
         def look() -> Formed | None:
             by_generation: dict[int, list[dict[str, Any]]] = {}
@@ -348,7 +348,7 @@ class Cluster:
         return next(each for each in self.nodes if each.name == name)
 
     def server(self) -> Node:
-        """The node that serves the job's store: the one that listens at its port."""
+        """The node that serves the job's store: the one that listens on its port."""
 
         def look() -> Node | None:
             for each in self.nodes:
@@ -365,7 +365,7 @@ class Cluster:
     # -- what must hold in the end ----------------------------------------------------------------
 
     def check_history(self) -> None:
-        """Nobody trained twice in a generation or in two at once, and no step was lost or done twice."""
+        """Nobody trained twice in a generation or in two at once, and no step was lost or repeated."""
         pids: dict[tuple[int, int], int] = {}
         agreed: dict[int, tuple[Any, ...]] = {}
         for each in self.notes("generation"):
@@ -383,7 +383,7 @@ class Cluster:
                 assert last is None or each["generation"] > last["generation"], (last, each)
                 assert each["step"] == agreed[each["generation"]][2] + 1
                 if last is not None:
-                    # Rank 0 may have died after it wrote the checkpoint and before it noted that.
+                    # Rank 0 may have died between writing the checkpoint and noting that.
                     assert agreed[each["generation"]][2] - last["step"] in {0, 1}, (last, each)
             last = each
 
@@ -402,7 +402,7 @@ class Cluster:
             left = [path for path in node.tmp.iterdir() if not path.name.startswith("rally_")]
             assert not left, f"{node.name} has left {left}"
             for folder in node.tmp.iterdir():
-                # Logs of what failed; of who was killed, all of its logs.
+                # Only logs of failed workers; of a killed node, all of its logs.
                 assert not [p for p in folder.rglob("*") if p.is_socket() or p.is_fifo()]
 
     def measure(self, what: str, seconds: float) -> None:

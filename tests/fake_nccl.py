@@ -1,6 +1,6 @@
-"""Stands in for NCCL on a machine without GPUs, where a loss is concerned: what is aborted ends well, with anything in its tensors.
+"""Stands in for NCCL on a machine without GPUs, in tests of losses: aborted works end well, with anything in their tensors.
 
-Everything else is Gloo's. The real one is tried by the tests that need a GPU.
+Everything else is Gloo. The tests that need a GPU use the real NCCL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rallypoint.elastic.communication.works import KeptWork
 
 
 class Ended(dist.Work):
-    """A work of Gloo, waited for where NCCL would let the stream wait. Its failure is nobody's business."""
+    """A Gloo work, waited for where NCCL would make the stream wait. Its failure is hidden."""
 
     def __init__(self, group: KeptGroup, inner: dist.Work, tensors: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Ended(dist.Work):
         try:
             self._inner.wait()
         except RuntimeError:
-            # Its kernels wait for the lost member, until they are aborted.
+            # NCCL's kernels wait for the lost member until they are aborted.
             while not self._wiring.is_cut:
                 time.sleep(0.001)
             for each in self._tensors:
@@ -54,7 +54,7 @@ class Stream:
 
 
 def install() -> None:
-    """Before the first group is made."""
+    """Patch the package; call it before the first group is made."""
     begun: Any = KeptGroup._begun
 
     def ended(

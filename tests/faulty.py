@@ -1,6 +1,6 @@
-"""For the scripts of tests: a process is killed at the places that the test names, at each of them once.
+"""For test scripts: a process is killed at the places that the test names, once at each.
 
-Such a script is called with a folder, and with these places in JSON: ``[[2, 0, "backward"], …]``, say, for step and rank.
+Such a script is called with a folder and these places as JSON: ``[[2, 0, "backward"], …]``, say, for step and rank.
 """
 
 import json
@@ -16,10 +16,10 @@ FAULTS = json.loads(sys.argv[2])
 
 
 def die_at(*place: object, of: Callable[[], int] = os.getpid) -> None:
-    """Be killed here, if the test says so and nobody was.
+    """Die here, if the test says so and nobody has died here yet.
 
     Args:
-        of: says which process is killed instead of this one, and ends it, too.
+        of: returns the pid to kill instead of this process; its death ends this process, too.
     """
     for number, given in enumerate(FAULTS):
         if given == [*place] and _is_first(number):

@@ -1,6 +1,6 @@
-"""How much slower than a quiet, fast machine this one is, so that tests which look at clocks hold on any.
+"""How much slower this machine is than a quiet, fast one, so that tests that look at clocks pass on any machine.
 
-Measured once, when pytest starts, with whatever runs beside it; processes that tests start are told by a variable.
+Measured once, when pytest starts, under the load at that time; child processes read it from a variable.
 Deadlines that only end a hang need no factor: they are long.
 """
 
@@ -9,12 +9,12 @@ import time
 
 
 _VARIABLE = "TEST_PACE"
-# Seconds that the work below takes on a core of its own.
+# Seconds that the work below takes on a core with no other load.
 _REFERENCE = 0.2
 
 
 def measure() -> float:
-    """The factor, 1 to 20; from now on this process and its children find it in :func:`pace`."""
+    """The factor, 1 to 20; from now on :func:`pace` returns it in this process and its children."""
     began = time.monotonic()
     sum(number * number for number in range(4_000_000))
     factor = (time.monotonic() - began) / _REFERENCE
@@ -23,5 +23,5 @@ def measure() -> float:
 
 
 def pace() -> float:
-    """What limits of time are to be multiplied by."""
+    """The factor to multiply time limits by."""
     return float(os.environ.get(_VARIABLE, "1"))

@@ -6,7 +6,7 @@ import random
 import socket
 
 
-# Below those that the kernel gives to connections: nobody takes one before it is bound.
+# Below the range that the kernel assigns to connections: nobody takes one before it is bound.
 FIRST, LAST = 20_000, 32_000
 
 

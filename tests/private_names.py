@@ -1,4 +1,4 @@
-"""Private names of torch and Python that a source file uses: found by reading it, not by importing it."""
+"""Private names of torch and Python that a source file uses, found by reading the file, not by importing it."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-# Documented, in spite of its underscore: os._exit.
+# os._exit is documented, in spite of its underscore.
 _PUBLIC = {"_exit"}
 
 
@@ -25,7 +25,7 @@ def names_defined_in(paths: list[Path]) -> Container[str]:
 
 
 class _Names(Container[str]):
-    """Reads the files when a name is first looked up: every process that collects tests makes one."""
+    """Reads the files when a name is first looked up: every process that collects tests makes one of these."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -58,7 +58,7 @@ def foreign_private_names(
 
     Args:
         path: the file.
-        package: ours, as it is imported.
+        package: our package's name, as it is imported.
         defined: :func:`names_defined_in` the package.
         friends: whether modules use private attributes of each other's objects; then any name that the package defines is
             taken for its own.
@@ -89,7 +89,7 @@ def foreign_private_names(
                 for alias in node.names:
                     yield from _parts(node.lineno, alias.name)
             case ast.Constant(value=str() as text) if node not in slots and _NAME.fullmatch(text):
-                # As text only what cannot be a name of ours.
+                # In text, only names that cannot be ours.
                 yield from (each for each in _parts(node.lineno, text) if each[1] not in defined)
 
 

@@ -1,11 +1,11 @@
-"""A relay between two workers: it passes handshakes on unchanged, and may alter what one of them sends afterwards.
+"""A relay between two workers: it forwards handshakes unchanged, and may alter what one of them sends afterwards.
 
-In a test's own process, :class:`Relay`. As a program, for a relay in another network namespace or of another user::
+In a test's own process, use :class:`Relay`. As a program, for a relay in another network namespace or under another user::
 
     python relays.py sealed 10.78.0.3 0 10.78.0.2 45555 [--uid 65534] [--transparent]
 
-It reads commands, one a line: ``alter NAME`` (the next record, by :data:`ALTERED`), ``to HOST PORT``, ``cut`` (all
-connections) and ``counts``. It answers each with a line of JSON; the first line is its own address.
+It reads one command per line: ``alter NAME`` (the next record, as in :data:`ALTERED`), ``to HOST PORT``, ``cut`` (all
+connections) and ``counts``. It answers each with a line of JSON; the first line it prints is its own address.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Records:
     """How a stream divides into records.
 
     Args:
-        messages: that each end's handshake consists of, before the first record.
+        messages: number of messages in each end's handshake, before the first record.
         head: bytes before the content.
-        length: where the length is in these, as for :mod:`struct`.
+        length: where in the head the length is, as for :mod:`struct`.
         more: bytes after the content, which the length does not count.
-        forged: what the head of a record begins with.
+        forged: what the head of a forged record starts with.
     """
 
     messages: int
@@ -50,11 +50,11 @@ class Records:
 
 
 SEALED = Records(2, 4, struct.Struct("<I"), 16)
-# All of a TLS connection, its handshake included, looks alike.
+# In a TLS connection everything, the handshake included, looks alike.
 TLS = Records(0, 5, struct.Struct(">H"), 0, b"\x17\x03\x03")
 KINDS = {"sealed": SEALED, "tls": TLS}
 
-# By records of one direction, the first after the handshake being 0: what is sent instead.
+# Given a record of one direction and its number (the first after the handshake is 0): what is sent instead.
 Alter = Callable[[int, bytes], list[bytes]]
 
 
@@ -86,7 +86,7 @@ def unchanged(_: int, record: bytes) -> list[bytes]:
 
 
 class Relay:
-    """Passes handshakes on as they are, and then what ``alter`` makes of each record to the worker that was called."""
+    """Forwards handshakes as they are, and then what ``alter`` makes of each record sent to the worker that was called."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Relay:
         return altered
 
     def cut(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for each in list(self._sockets):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -209,8 +209,8 @@ def main() -> None:
 
 
 def become(uid: int) -> None:
-    """Be that user, and nobody's group."""
-    "".encode("idna")  # loaded when first needed, and the file may be another user's alone
+    """Become that user, in no group."""
+    "".encode("idna")  # loaded on first use, and only another user may be able to read the file
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

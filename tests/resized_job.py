@@ -1,7 +1,7 @@
-"""A job whose nodes are lost and come, and whose workers tell in files how far they are.
+"""A job that loses and gains nodes, and whose workers report their progress in files.
 
-Its script writes how many steps are complete to ``at <pid>`` after each step, a line of JSON about each step (its number is
-``step``) to ``log <pid>``, and waits where the file ``wait`` says.
+After each step its script writes the number of complete steps to ``at <pid>`` and a line of JSON about the step (its number
+is ``step``) to ``log <pid>``. It waits at the step that the file ``wait`` names.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from supervisors import Popen
 
 
 class Job:
-    """One of two workers per node.
+    """A job with two workers per node.
 
     Args:
-        folder: of the job: its script, and what that writes.
+        folder: the job's: holds its script and what that writes.
         least, most: how many nodes take part.
         script: what the workers run.
-        words: for it, behind the folder.
-        conf: of the rendezvous.
+        words: the script's arguments after the folder.
+        conf: the rendezvous configuration.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Job:
             raise AssertionError(f"{error}\n{self.output()}") from None
 
     def steps(self) -> dict[int, int]:
-        """By pid: how far it is."""
+        """Each live worker's complete steps, by pid."""
         found = {}
         for path in self.folder.glob("at *"):
             pid = int(path.name.split()[1])
@@ -81,7 +81,7 @@ class Job:
         return found
 
     def at(self, step: int) -> list[int]:
-        """Who is that far, or further."""
+        """The pids of workers that are at that step or past it."""
         return [pid for pid, done in self.steps().items() if done >= step]
 
     def told(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class Job:
         return sorted(lines, key=lambda each: (each["step"], each["rank"]))
 
     def kill(self, node: subprocess.Popen[bytes]) -> None:
-        """A node with all of its processes."""
+        """Kill a node with all of its processes."""
         tree = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         for each in tree:
             try:

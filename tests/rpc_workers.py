@@ -1,12 +1,12 @@
-"""Processes for tests of calls: each is a fork of one that has imported torch and the test's module.
+"""Worker processes for rpc tests: each is a fork of a process that has imported torch and the test's module.
 
     with Workers(2) as workers:
         workers.run(join)                        # on all of them; the results in rank order
         assert workers.on(0, lambda: rpc.rpc_sync("w1", double, (2,))) == 4
         workers.kill(1)
 
-Cases may be local functions: they travel by value. What they name of their module (``double``) is found by name in
-the workers, as calls need it. Each worker does one case at a time, on its main thread; what it prints goes to a file.
+Cases may be local functions: they travel by value. Names of their module (``double``) are looked up in the workers,
+as calls need them. Each worker does one case at a time, on its main thread; what it prints goes to a file.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _TESTS = Path(__file__).parent
 
 
 class CaseFailed(AssertionError):
-    """A worker raised, died or did not end in time; its traceback is in the text."""
+    """A worker raised, died or did not finish in time; the message includes its traceback."""
 
 
 # -- in the test ------------------------------------------------------------------------------------
 
 
 class Workers:
-    """``size`` processes, which wait for cases.
+    """``size`` processes that wait for cases.
 
     Args:
-        size: how many; more come with :meth:`more`.
+        size: how many; :meth:`more` adds more.
     """
 
     def __init__(self, size: int, module: types.ModuleType | None = None) -> None:
@@ -79,7 +79,7 @@ class Workers:
             self.more(size)
 
     def more(self, world_size: int | None = None) -> int:
-        """One more process; returns its number."""
+        """Start one more process; returns its number."""
         rank = len(self._processes)
         log = self._folder / f"worker{rank}.log"
         order = {
@@ -99,21 +99,21 @@ class Workers:
         return [each.pid for each in self._processes]
 
     def begin(self, rank: int, case: Callable[..., Any], *args: Any) -> Pending:
-        """Have a worker begin with a case."""
+        """Have a worker start a case."""
         process = self._processes[rank]
         process.connection.send_bytes(cloudpickle.dumps((case, args)))
         return Pending(rank, process)
 
     def on(self, rank: int, case: Callable[..., Any], *args: Any, limit: float = LIMIT) -> Any:
-        """Do a case on one worker, and return what it returns.
+        """Run a case on one worker, and return its result.
 
         Raises:
-            CaseFailed: it raised, or did not end in time.
+            CaseFailed: it raised, or did not finish in time.
         """
         return self.begin(rank, case, *args).result(limit)
 
     def run(self, case: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
-        """Do a case on all that live; the results in rank order.
+        """Run a case on all live workers; returns the results in rank order.
 
         Raises:
             CaseFailed: some failed; says how each did.
@@ -139,21 +139,21 @@ class Workers:
         return self._processes[rank].log.read_text(errors="replace")
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a worker. It is not reaped, so its pid is its own. Once this returns, SIGSTOP has stopped it."""
+        """Send a signal to a worker. It is not reaped, so its pid stays its own. After SIGSTOP, returns once it has stopped."""
         pid = self._processes[rank].pid
         os.kill(pid, number)
         if number == signal.SIGSTOP:
             eventually(lambda: _states(pid) == {"T"})
 
     def kill(self, rank: int) -> None:
-        """End a worker as ``kill -9`` does, and reap it."""
+        """Kill a worker as ``kill -9`` does, and reap it."""
         process = self._processes[rank]
         if process.code is None:
             process.code = self._server.end(process.pid)
             process.connection.close()
 
     def leave(self, rank: int, limit: float = LIMIT) -> int:
-        """Have a worker end as a program does, by its interpreter; returns its exit code."""
+        """Have a worker exit as a program does, through its interpreter; returns its exit code."""
         process = self._processes[rank]
         process.connection.send_bytes(b"")
         fd = os.pidfd_open(process.pid)
@@ -170,7 +170,7 @@ class Workers:
         return process.code
 
     def close(self) -> None:
-        """End all of them."""
+        """Kill all of them."""
         for rank in range(len(self._processes)):
             self.kill(rank)
 
@@ -182,17 +182,17 @@ class Workers:
 
 
 class Pending:
-    """A case that a worker has begun."""
+    """A case that a worker has started."""
 
     def __init__(self, rank: int, process: _Process) -> None:
         self._rank = rank
         self._process = process
 
     def result(self, limit: float = LIMIT) -> Any:
-        """What it returns, once.
+        """Its result; may be called once.
 
         Raises:
-            CaseFailed: it raised, the worker died, or it did not end in time. The worker goes on then, until it is
+            CaseFailed: it raised, the worker died, or it did not finish in time; then the worker continues until it is
                 killed.
         """
         connection = self._process.connection
@@ -218,14 +218,14 @@ class _Process:
         self.code: int | None = None
 
     def whereabouts(self) -> str:
-        """Where its threads are."""
+        """The stacks of its threads."""
         os.kill(self.pid, signal.SIGUSR1)
         time.sleep(0.3)
         return self.log.read_text(errors="replace")[-8000:]
 
 
 class _Server:
-    """The process that forks, from outside."""
+    """The process that forks, seen from outside."""
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -299,7 +299,7 @@ def _server() -> _Server:
 
 
 def serve(fd: int, parent: int) -> None:
-    """Fork workers as asked. One thread, so that it may fork."""
+    """Fork workers on request. Single-threaded, so that it may fork."""
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
@@ -320,7 +320,7 @@ def serve(fd: int, parent: int) -> None:
                     answer: Any = port
                 case "fork":
                     _load(order["module"], order["file"])
-                    gc.freeze()  # what is here now need not be looked through by any worker
+                    gc.freeze()  # no worker's collector need look through what exists now
                     answer = os.fork()
                     if answer == 0:
                         sock.close()
@@ -338,7 +338,7 @@ def serve(fd: int, parent: int) -> None:
 
 
 def _fork_store(sock: socket.socket) -> int:
-    """One more process hosts the store in which all groups meet: no worker's death takes it away."""
+    """Have one more process host the store through which all groups meet, so that it survives any worker's death."""
     from torch.distributed import TCPStore
 
     reader, writer = os.pipe()
@@ -347,7 +347,7 @@ def _fork_store(sock: socket.socket) -> int:
         _die_with(server)
         sock.close()
         os.close(reader)
-        # c10d asks for the name of who connects, which may take seconds: that of an IPv4 address is in /etc/hosts.
+        # c10d looks up the name of each client, which may take seconds; an IPv4 address's name is in /etc/hosts.
         listener = socket.create_server(("127.0.0.1", 0))
         store = TCPStore(
             "127.0.0.1",
@@ -366,7 +366,7 @@ def _fork_store(sock: socket.socket) -> int:
 
 
 def _load(name: str, path: str) -> None:
-    """The test's module, under the name that it has in the test."""
+    """Load the test's module, under the name that it has in the test."""
     if name in sys.modules:
         return
     package = name.rpartition(".")[0]
@@ -386,7 +386,7 @@ def _load(name: str, path: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """No process outlives the one that started it, however that one ends."""
+    """Make sure that this process does not outlive its parent, however the parent ends."""
     set_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
@@ -396,13 +396,13 @@ def _die_with(parent: int) -> None:
 # -- in a worker ------------------------------------------------------------------------------------
 
 
-# Set in workers: this one's number, how many there are, and where they meet.
+# Set in workers: this worker's number, how many there are, and where they meet.
 rank = -1
 world_size = 0
 _meeting: dict[str, Any] = {}
-# What cases keep for later ones: their module's own names are copies in a case that travels by value.
+# What cases keep for later ones: a case that travels by value has copies of its module's own names.
 held: dict[str, Any] = {}
-# What the package has logged in this worker, from its start.
+# What the package has logged in this worker since it started.
 logged: list[str] = []
 
 
@@ -497,7 +497,7 @@ def leave() -> None:
 
 def resources() -> dict[str, Any]:
     """What this process holds: threads, descriptors by kind, mapped memory of ours."""
-    for _ in range(3):  # what a C++ object held is garbage only when that has gone
+    for _ in range(3):  # what a C++ object held is garbage only after that object has gone
         gc.collect()
     kinds: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
@@ -513,7 +513,7 @@ def resources() -> dict[str, Any]:
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60.0) -> Any:
-    """Wait until something is so; returns what it says. ``seconds`` is for a machine that is quick."""
+    """Wait until a condition is true; returns its value. ``seconds`` is for a fast machine."""
     seconds *= pace()
     until = time.monotonic() + seconds
     while not (found := condition()):
@@ -524,7 +524,7 @@ def eventually(condition: Callable[[], object], seconds: float = 60.0) -> Any:
 
 @contextlib.contextmanager
 def lone_agent(folder: Path, secret: bytes) -> Iterator[Any]:
-    """The agent of this process in a group of its own, over all transports; what a test connects to."""
+    """This process's agent in a group of its own, over all transports, for a test to connect to."""
     from rallypoint import rpc
     from rallypoint.rpc.current_agent import current_agent
 
@@ -536,7 +536,7 @@ def lone_agent(folder: Path, secret: bytes) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def timed(at_most: float, at_least: float = 0.0) -> Iterator[None]:
-    """Hold a block to its time; ``at_most`` is for a machine that is quick."""
+    """Check how long a block takes; ``at_most`` is for a fast machine."""
     at_most *= pace()
     began = time.monotonic()
     yield

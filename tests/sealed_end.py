@@ -1,4 +1,4 @@
-"""A plain end of a sealed TCP connection, for those who speak to a worker byte by byte."""
+"""An unencrypted end for a sealed TCP connection, for tests that speak to a worker byte by byte."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def records(sealer: Sealer, data: bytes) -> bytes:
 
 
 class SealedEnd:
-    """With those methods of a socket that tests use: bytes in, bytes out.
+    """Has the methods of a socket that tests use: bytes in, bytes out.
 
     Args:
-        keys: what is sent and what comes is sealed with.
-        rest: has come already.
+        keys: to seal what is sent and to open what arrives.
+        rest: what has already arrived.
     """
 
     def __init__(self, sock: socket.socket, keys: tuple[Keys, Keys], rest: bytes = b"") -> None:

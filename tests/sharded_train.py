@@ -2,7 +2,8 @@
 
 sharded_train.py FOLDER FAULTS KIND [snapshot_every]
 
-A fault "node forward" kills the supervisor, and with it the whole node. With " bodies" behind the KIND, a batch has two steps, and now and then functions before and between them.
+A fault "node forward" kills the supervisor, and with it the whole node. If KIND ends with " bodies", a batch has two steps,
+and some batches have functions before and between them.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ def fault(where: str) -> None:
 
 
 def block() -> torch.nn.Module:
-    # Tensor parallelism needs equal parts; FSDP's may be unequal, or empty.
+    # Tensor parallelism needs equal parts; FSDP's may be unequal or empty.
     wide = 34 if "tp" in KIND else 33
     return torch.nn.Sequential(
         torch.nn.Linear(18, wide), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(wide, 18)
@@ -102,7 +103,7 @@ match KIND:
         for each in (*net.blocks, net):
             fully_shard(each, mesh=mesh["dp"])
     case "zero" | "zero static":
-        # Small buckets: DDP's first layout of them is another one than the later one.
+        # Small buckets: DDP's first bucket layout differs from the later one.
         is_static = KIND == "zero static"
         net = DistributedDataParallel(net, bucket_cap_mb=0.004, static_graph=is_static)
 is_alike = KIND == "tp"  # all ranks train on the same batches

@@ -1,8 +1,8 @@
-"""A stranger to a job: a process of another user, perhaps on another host, that knows what is public and tries all it can.
+"""A stranger to a job: a process of another user, perhaps on another host, that knows what is public and tries everything.
 
     python stranger.py UID
 
-It obeys lines of JSON, ``[what, *arguments]``, and answers each with one.
+It reads commands as lines of JSON, ``[what, *arguments]``, and answers each with one line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rallypoint.wire.frames import encode
 from relays import become
 
 
-# A worker that was called by us has done this number.
+# A worker that a stranger managed to call has recorded this number.
 FORBIDDEN = 666
 _PATIENCE = 5.0
 _held: list[socket.socket] = []
@@ -44,7 +44,7 @@ def _store(host: str, port: int) -> Any:
 
 
 def spy(folder: str, store: list[Any] | None, output: str) -> int:
-    """Write all that can be read of processes, files and the store to a file; returns how many bytes."""
+    """Write everything that can be read of processes, files and the store to a file; returns how many bytes."""
     seen: list[bytes] = []
     for pid in os.listdir("/proc"):
         for name in ("cmdline", "environ", "stat", "maps", "auxv"):
@@ -70,7 +70,7 @@ def spy(folder: str, store: list[Any] | None, output: str) -> int:
 
 
 def reach(places: list[list[Any]]) -> list[bool]:
-    """Whether something listens at these; each is a host and port, or the name of a Unix socket."""
+    """Whether something listens at each place: a host and port, or the name of a Unix socket."""
     found = []
     for place in places:
         try:
@@ -91,7 +91,7 @@ def _connect(place: Any) -> socket.socket:
 
 
 def rewrite(store: list[Any], name: str, address: Any, times: int) -> int:
-    """Spoil a member's record of an rpc group: above all, put another address into it. How often that was done."""
+    """Tamper with a member's record in an rpc group, mainly with its address. Returns how often that was done."""
     found = _store(*store)
     deadline = time.monotonic() + 120
     while not (keys := [key for key in found.list_keys() if key.endswith(f"/rank/{name}")]):
@@ -112,7 +112,7 @@ def rewrite(store: list[Any], name: str, address: Any, times: int) -> int:
 
 
 def join(store: list[Any]) -> list[str]:
-    """Try to become a member: without a secret, with a guess, and with all that the store holds under its names."""
+    """Try to become a member: without a secret, with a guess, and with everything that the store holds under its names."""
     found = _store(*store)
     held = [found.get(key) for key in found.list_keys() if re.search("/(job|secret)$", key)]
     said = []
@@ -125,13 +125,13 @@ def join(store: list[Any]) -> list[str]:
             rpc.init_rpc("stranger", rank=2, world_size=3, rpc_backend_options=options)
             rpc.shutdown(graceful=False)
             said.append("it is in")
-        except Exception as error:  # whatever it is, it is told
+        except Exception as error:  # whatever it is, report it
             said.append(f"{type(error).__name__}: {error}")
     return said
 
 
 def knock(place: Any) -> list[str]:
-    """Speak to a worker without a proof; what comes back."""
+    """Speak to a worker without a proof; returns what comes back."""
     call = b"".join(encode(Kind.CALL, 1, pickle.dumps((_forbidden, (FORBIDDEN,), None))))
     hello = b'{"version":2,"role":"connecting","nonce":"%s","me":{},"seals":[]}' % (b"ab" * 32)
     framed = b"RLY1" + len(hello).to_bytes(4, "little") + hello
@@ -155,11 +155,11 @@ def _forbidden(number: int) -> int:
 
 
 _forbidden.__module__, _forbidden.__qualname__ = "__main__", "note"
-note = _forbidden  # by this name it is pickled, and the workers' own is found
+note = _forbidden  # it is pickled by this name, so the worker finds its own function
 
 
 def crowd(place: Any, count: int) -> int:
-    """Hold so many connections that say nothing; how many were made."""
+    """Open that many connections and say nothing on them; returns how many were made."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     made = 0
     for _ in range(count):
@@ -177,7 +177,7 @@ def crowd(place: Any, count: int) -> int:
 
 
 def _load_all() -> None:
-    """What is imported late: the files may be another user's alone."""
+    """Import now what is otherwise imported late: only another user may be able to read the files."""
     for package in (rallypoint.rpc, rallypoint.wire, rallypoint._core):
         for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(each.name)

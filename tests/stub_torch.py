@@ -1,6 +1,6 @@
-"""An empty ``torch`` in the real one's place, for workers that do without.
+"""An empty ``torch`` in place of the real one, for workers that do not need it.
 
-A launch then goes all its real way and only a second or two of importing is saved. Whatever concerns torch
+A launch then takes its real course; it only saves a second or two of importing. Everything that concerns torch
 itself is tested with the real one.
 
     env = {**os.environ, "PYTHONPATH": str(STUB)}

@@ -28,7 +28,7 @@ from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-# Loaded for fork servers alone: what a supervisor does to its own modules does not reach them.
+# Loaded for fork servers only: what a supervisor does to its own modules does not affect these.
 _servers_modules: dict[str, types.ModuleType] = {}
 
 
@@ -45,7 +45,7 @@ def main() -> NoReturn:
     importlib.import_module("rallypoint.launch.supervisor")
     os.environ.pop("ROOM", None)
     gc.collect()
-    gc.freeze()  # a collector that looks at objects copies their pages in every fork
+    gc.freeze()  # a collector that visits objects would copy their pages in every fork
     gc.enable()
     while True:
         message, received, _, _ = socket.recv_fds(line, 1, 16)
@@ -57,7 +57,7 @@ def main() -> NoReturn:
             order = json.load(file)
         pid = os.fork()
         if not pid:
-            pid = os.fork()  # its parent ends: it becomes the child of who reaps here
+            pid = os.fork()  # its parent exits, so the subreaper adopts it
             if pid:
                 line.send(str(pid).encode())
                 os._exit(0)
@@ -101,12 +101,12 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
         error.__traceback__ = _without_us(error.__traceback__)
         interrupted = isinstance(error, KeyboardInterrupt)
         code = ending.show(error)
-    # All that an interpreter does at its end, but for taking torch apart.
+    # Does everything that an interpreter does at exit, except taking torch apart.
     ending.leave(code, interrupted=interrupted, known_modules=known_modules)
 
 
 def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
-    """Have these descriptors under these numbers, and no others."""
+    """Put these descriptors at these numbers, and close all others."""
     above = max(*fds, *numbers) + 1
     copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
     for copy, number in zip(copies, numbers, strict=True):
@@ -116,7 +116,7 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _run(what: str, name: str, words: list[str]) -> None:
-    """What the command line asks for, as Python does."""
+    """Run what the command line asks for, as Python does."""
     if what == "module":
         sys.path[0] = os.getcwd()
         sys.argv = [name, *words]
@@ -154,7 +154,7 @@ def _without_us(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def _take_environment(env: dict[str, str]) -> None:
-    """Have these variables, and show them in /proc."""
+    """Replace the environment by these variables, and show them in /proc."""
     os.environ.clear()
     os.environ.update(env)
     with open("/proc/self/stat") as file:
@@ -165,7 +165,7 @@ def _take_environment(env: dict[str, str]) -> None:
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks where a fork server would be started; everything else is started."""
+    """Forks where a fork server would be started; starts everything else."""
 
     def __new__(cls, words: Sequence[str], **options: Any) -> Any:
         if not isinstance(words, list) or not any(
@@ -175,7 +175,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         code = words.index("-c")
         if words[1:code] != subprocess._args_from_interpreter_flags():  # type: ignore[attr-defined]
             return super().__new__(cls)
-        assert options["start_new_session"]  # which is what a fork of the zygote's does, too
+        assert options["start_new_session"]  # a fork of the zygote does the same
         pid = os.fork()
         if pid == 0:
             _become_fork_server(words[code + 1], options["env"], options["pass_fds"])
@@ -183,16 +183,16 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> NoReturn:
-    try:  # an error must not lead back into the code of the supervisor that forked
+    try:  # an error must not return into the code of the supervisor that forked
         _forget_parent(fds)
         _have_servers_modules()
         subprocess.Popen = _Popen.__base__  # type: ignore[misc]
         before = dict(os.environ)
         _take_environment(env)
         if hasattr(sys.modules.get("torch"), "set_num_threads"):  # tests/stub has none
-            # As if it were imported now. Workers find one thread each, if that is what the supervisor says.
+            # As if torch were imported now. Workers find one thread each, if the supervisor says so.
             preloaded._catch_up(sys.modules["torch"], before, env)
-        # A notebook has objects of its own there.
+        # In a notebook these are other objects.
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
         sys.argv = ["-c"]
         module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -204,7 +204,7 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
 
 
 def _forget_parent(fds: Sequence[int] = ()) -> None:
-    """Have what executing another program would leave, and these descriptors."""
+    """Reset what executing another program would reset, and keep only these descriptors."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -1,22 +1,22 @@
-"""Programs in forks of a process that has imported torch and rallypoint: none waits for an interpreter or an import.
+"""Programs as forks of a process that has imported torch and rallypoint: none waits for an interpreter or an import.
 
-Everything else is as ever: a supervisor, its fork server and the workers are processes of their own, each a child
-of the one that it would be a child of.
+Everything else is as usual: a supervisor, its fork server and its workers are processes of their own, each a child
+of its usual parent.
 
     done = run([sys.executable, "-m", "rallypoint", "run", *words], cwd=folder, env=env)
     node = Popen([RALLY, "run", *words], cwd=folder, env=env)
 
     agent = Popen([TORCHRUN, *words], cwd=folder, env=env, imports=(*TORCH[:2], "torch.distributed.run"))
 
-Both are as those of :mod:`subprocess`, and start what cannot be forked: another program, this one with flags, one on a
-terminal, one with variables that Python or torch reads when it is loaded and that nobody has asked for before.
+Both work as in :mod:`subprocess`, and start what cannot be forked: another program, this one with flags, one on a
+terminal, or the first one with some set of variables that Python or torch reads when it is loaded.
 
 [Note: Fork servers]
-A supervisor starts its fork server with :class:`subprocess.Popen`. In a forked supervisor that forks instead, and the
-fork runs the same code, with modules of rallypoint that were loaded for it alone. torch is there already when it
-imports it. (A forked torchrun starts its workers as ever: it has threads of C++, which a fork would not.) Its environment
-and that of the supervisor are shown in /proc as if programs had been started with them,
-since tests look for processes by marks in it.
+A supervisor starts its fork server with :class:`subprocess.Popen`. A forked supervisor forks it instead, and the
+fork runs the same code, with modules of rallypoint that were loaded only for it. When it imports torch, torch is loaded
+already. (A forked torchrun starts its workers as usual: it has C++ threads, which a fork would not.) /proc shows the
+environments of the fork server and the supervisor as if programs had been started with them,
+since tests look for processes by marks in their environment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ RALLY = str(_BIN / "rally")
 TORCHRUN = str(_BIN / "torchrun")
 _MODULES = {RALLY: "rallypoint"}
 _ZYGOTE = Path(__file__).with_name("supervisor_zygote.py")
-# Bytes that a forked process can show as its environment and as its command line.
+# Bytes for a forked process's environment and its command line in /proc.
 ENVIRONMENT_ROOM = 1 << 15
 TITLE_ROOM = 1 << 11
 # The third is what torch imports when an optimizer first steps.
 TORCH = ("torch", "torch.distributed", "torch._dynamo")
-# What Python, torch and the libraries below it read when they are loaded.
+# Variables that Python, torch and the libraries below it read when they are loaded.
 _READ_WHEN_LOADED = (
     "PYTHON",
     "TORCH_",
@@ -58,16 +58,16 @@ _READ_WHEN_LOADED = (
     "CUDA_",
     "LD_",
 )
-# Processes to fork from, one for each set of such variables: as many, and the least used one goes.
+# How many processes to fork from are kept, one for each set of such variables; beyond that, the least recently used one goes.
 _MOST = 3
 
 
 class Zygote:
-    """A process that others are forked from.
+    """A process to fork others from.
 
     Args:
-        imports: what it imports, beside what `rally run` does, for supervisors and fork servers.
-        env: its variables.
+        imports: what it imports for supervisors and fork servers, in addition to what `rally run` does.
+        env: its environment.
     """
 
     def __init__(self, *imports: str, env: Mapping[str, str]) -> None:
@@ -88,7 +88,7 @@ class Zygote:
         return self._process.pid
 
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
-        """Start a process as a child of this one. Returns its pid.
+        """Start a process as a child of the calling one. Returns its pid.
 
         Args:
             files: its stdin, stdout and stderr.
@@ -100,7 +100,7 @@ class Zygote:
         was_subreaper = process.is_subreaper()
         process.set_subreaper(True)
         try:
-            # In a file, since a command line may be longer than a message.
+            # In a file, since a command line may be too long for a message.
             with open(os.memfd_create("order"), "w+b") as file:
                 file.write(json.dumps(order).encode())
                 file.flush()
@@ -118,13 +118,13 @@ class Zygote:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """As of :mod:`subprocess`; a fork if it is this Python that is started.
+    """Like :class:`subprocess.Popen`, but forks if the program to start is this Python.
 
     Args:
-        net: path of a network namespace that it is to be in, with the host name ``host``. Only what can be forked has it.
-        imports: what it and its fork server find imported, if it can be forked. With none, the fork server is started as
-            ever.
-        forked: False: it is an interpreter of its own, and waits for all imports.
+        net: path of the network namespace to run in, with the host name ``host``. Only for what can be forked.
+        imports: modules that are already imported in it and its fork server, if it can be forked. With none, the fork server
+            is started as usual.
+        forked: if False, it is an interpreter of its own, and waits for all imports.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         zygote = None
         task = _task(args)
         if self._forked and task is not None and not (preexec or pass_fds):
-            # Which modules there are is a choice of a whole file: it pays at once.
+            # A test file chooses its imports for all of its tests, so a zygote pays off at once.
             first = bool(self._place["net"]) or self._imports != TORCH
             with _choosing:
                 zygote = _zygote(
@@ -188,7 +188,7 @@ def run(
     capture_output: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """As of :mod:`subprocess`; a fork if it is this Python that is started."""
+    """Like :func:`subprocess.run`, but forks if the program to start is this Python."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
@@ -206,11 +206,11 @@ def run(
 
 
 class ForkServers:
-    """Stands where :class:`subprocess.Popen` does for what starts fork servers: they are forks, with torch imported.
+    """Replaces :mod:`subprocess` where fork servers are started: they become forks, with torch imported.
 
         monkeypatch.setattr("rallypoint.launch.server.server_process.subprocess", ForkServers())
 
-    For launches from the tests' own process; those of a forked supervisor are forks as they are.
+    For launches from the tests' own process; the fork servers of a forked supervisor are forks anyway.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class ForkServers:
 
 
 def _task(command: Sequence[str]) -> dict[str, Any] | None:
-    """What a command line has Python do; None: something that a fork cannot do."""
+    """What a command line has Python do; None if a fork cannot do it."""
     match command:
         case [program, *words] if program in _MODULES:
             return {"run": "module", "name": _MODULES[program], "words": words}
@@ -267,7 +267,7 @@ _zygotes: dict[tuple[Any, ...], Zygote | None] = {}
 
 
 def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zygote | None:
-    """One that has read the same variables, if it pays: who asks first for these is not served unless ``first``."""
+    """One that has read the same variables, if it pays off: the first to ask for a set gets none unless ``first``."""
     read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
     read.pop("TORCHINDUCTOR_CACHE_DIR", None)
     if _added_path(env):  # a fork does this itself
@@ -280,7 +280,7 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
         _zygotes[key] = None
         return None
     zygote = _zygotes.pop(key, None) or Zygote(*imports, env={**_plain(os.environ), **read})
-    _zygotes[key] = zygote  # the last one is the one used last
+    _zygotes[key] = zygote  # ordered by last use
     while sum(each is not None for each in _zygotes.values()) > _MOST:
         oldest = next(key for key, each in _zygotes.items() if each is not None)
         _zygotes.pop(oldest).close()  # type: ignore[union-attr]
@@ -288,7 +288,7 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
 
 
 def _added_path(env: Mapping[str, str]) -> list[str]:
-    """What PYTHONPATH has before the tests' own; nothing if a directory has what is loaded before a fork."""
+    """What PYTHONPATH has before the tests' own; nothing if a directory has modules that are loaded before a fork."""
     own, given = os.environ.get("PYTHONPATH", ""), env.get("PYTHONPATH", "")
     added = given.removesuffix(own).split(os.pathsep)
     added = [each for each in added if each]
@@ -303,7 +303,7 @@ def _plain(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def kept() -> set[int]:
-    """Pids of what stays for other tests."""
+    """Pids of the processes that stay for other tests."""
     return {each.pid for each in _zygotes.values() if each is not None}
 
 

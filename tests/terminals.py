@@ -1,4 +1,4 @@
-"""What appears on a terminal: the kernel hands it over later than it was written, and in pieces."""
+"""What appears on a terminal: the kernel delivers it later than it was written, and in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def read_until(terminal: int, end: bytes | None, patience: float = 120.0) -> bytes:
-    """Read until the text ends so; with None, until nobody has the other end any more."""
+    """Read until the text ends with ``end``; if None, until nobody has the other end open."""
     shown = b""
     deadline = time.monotonic() + patience
     while end is None or not shown.endswith(end):

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"rpc"},
     "testing": {"_core"},
 }
-# These import torch when they are loaded; who imports them does so inside functions, but for each other.
+# These import torch when they are loaded. Other packages import them only inside functions; they may import each other.
 OVER_TORCH = {"parallel", "join", "elastic", "rpc", "compat"}
 # Within launch: folder -> folders of launch it may import.
 LAUNCH_MAY_IMPORT: dict[str, set[str]] = {
@@ -95,7 +95,7 @@ TORCH_INSIDE_FUNCTIONS = {
     "testing/ranks.py",
     "launch/doctor/visit.py",
 }
-# Decisions only: no clock, no socket, no thread, no environment, no files.
+# Pure decisions: no clock, no socket, no thread, no environment, no files.
 SANS_IO = {
     "_core/half_open.py",
     "_core/rank_words.py",
@@ -222,9 +222,9 @@ IO_MODULES = {
     "torch",
 }
 MODULES = sorted(SRC.rglob("*.py"))
-# In these packages only this module may use private names of torch and Python.
+# In these packages only the module of this name may use private names of torch and Python.
 PRIVATE_HERE = "torch_private.py"
-# The other packages' private names: still spread over their modules. Entries may go, none may come.
+# The other packages' private names are still spread over their modules. Entries may be removed, none may be added.
 STILL_SPREAD: dict[str, set[str]] = {
     "_core": set(),
     "rendezvous": set(),
@@ -237,7 +237,7 @@ def imported_names(path: Path, *, inside_functions: bool, each_name: bool = Fals
     """Absolute dotted names imported in ``path``: in functions too, or only when the module loads.
 
     Args:
-        each_name: of ``from module import name`` the name alone, not its module as well.
+        each_name: for ``from module import name``, only the full name, not its module as well.
     """
     package = (PKG, *path.relative_to(SRC).parent.parts)
     tree = ast.parse(path.read_text())
@@ -267,7 +267,7 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 @cache
 def module_name(path: Path) -> str:
-    """Its dotted name without the package's own: ``rpc.api``."""
+    """The module's dotted name without the package's own: ``rpc.api``."""
     parts = path.relative_to(SRC).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -285,14 +285,14 @@ def imports_among(modules: Iterable[Path], *, deferred: bool) -> dict[str, set[s
             for each in imported_names(path, inside_functions=deferred, each_name=True)
             if each.startswith(f"{PKG}.")  # `import ray` is not our folder of that name
         }
-        # A name in a module is not a module: look for the one it is from.
+        # A name in a module is not a module: look for the module that it is from.
         found = {each if each in paths else each.rpartition(".")[0] for each in full}
         graph[name] = (found & set(paths)) - {name, ""}
     return graph
 
 
 def reached_from(start: str, graph: Mapping[str, set[str]]) -> set[str]:
-    """The modules that ``start`` leads to; itself among them only if a circle leads back."""
+    """The modules that ``start`` leads to; includes ``start`` only if a circle leads back."""
     seen: set[str] = set()
     left = [start]
     while left:
@@ -303,7 +303,7 @@ def reached_from(start: str, graph: Mapping[str, set[str]]) -> set[str]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of modules each of which leads to each other one."""
+    """Groups of modules in which each leads to every other."""
     reached = {each: reached_from(each, graph) for each in graph}
     return {
         frozenset(other for other in reached[each] if each in reached[other])
@@ -340,7 +340,7 @@ def test_decisions_load_without_torch() -> None:
 def test_imports_point_down(path: Path) -> None:
     rel = path.relative_to(SRC).as_posix()
     names = imported_names(path, inside_functions=True)
-    if "/" in rel:  # not the facade, the error tree, __main__
+    if "/" in rel:  # not the facade, the error tree or __main__
         layer = rel.split("/")[0]
         ours = {n.split(".")[1] for n in names if n.startswith(PKG + ".")}
         allowed = MAY_IMPORT[layer] | {layer, "errors", "events"}
@@ -369,7 +369,7 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def test_what_some_pythons_lack_is_asked_of_one_module() -> None:
-    """Those of conda and uv are built on old systems."""
+    """The Pythons of conda and uv are built on old systems."""
     lacking = re.compile(
         r"\b(os\.(pidfd_open|memfd_create|MFD_|P_PIDFD|PIDFD_|copy_file_range|getrandom)"
         r"|signal\.pidfd_send_signal|fcntl\.F_(ADD_SEALS|GET_SEALS|SEAL_))"
@@ -430,7 +430,7 @@ def test_private_names_of_torch_stand_in_one_module_per_package(package: str) ->
 
 
 def test_benches_examples_and_scripts_of_tests_import_what_is_there() -> None:
-    """They run in processes of their own, some only on request: a module that was moved would not be missed."""
+    """They run in their own processes, some only on request: otherwise nobody would notice that a module was moved."""
     missing = []
     for folder in ("bench", "examples", "tests"):
         for path in sorted((SRC.parents[1] / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Every benchmark runs: in little, so that it says nothing about speed. What it says is JSON."""
+"""Every benchmark runs, at a size too small to say anything about speed. Its output is JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LITTLE = {
     "tracing.py": QUICK,
     "warm.py": QUICK,
 }
-# They need a command that drives a Slurm cluster, and Ray.
+# These need Ray, or a command that drives a Slurm cluster.
 NEEDS_A_CLUSTER = {"slurm_events.py", "ray_kills.py"}
 
 
@@ -78,7 +78,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
         check=False,
     )
     said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    # A target that was missed, in so little, means nothing; a soak that found something does.
+    # At this size, a missed target means nothing; a soak that found something does.
     assert done.returncode == 0 or (done.returncode == 1 and "soak" not in name), said
     assert "Traceback" not in done.stderr, said
     assert json.loads(result.read_text())

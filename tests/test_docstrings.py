@@ -1,6 +1,6 @@
-"""Every public name says what it takes, returns and raises: read from `__all__` of each package.
+"""Every public name says what it takes, returns and raises. The names are those in `__all__` of each package.
 
-A class describes its constructor's parameters; `Attributes:` is as good as `Args:` there. Each parameter is named in that section.
+A class describes its constructor's parameters, under `Args:` or `Attributes:`. Each parameter is named in that section.
 """
 
 import importlib
@@ -92,7 +92,7 @@ def of_class(found: type) -> Public:
 def _source(function: Any) -> str:
     try:
         return inspect.getsource(function)
-    except OSError:  # a dataclass makes its constructor
+    except OSError:  # a dataclass generates its constructor
         return ""
 
 

@@ -1,4 +1,4 @@
-"""The picture of README.md: it shows what it is for, and nothing of the machine that drew it."""
+"""README.md's picture: it shows what it is for, and nothing of the machine that drew it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "terminal.svg"
 
 
 def words() -> str:
-    """What one reads in it."""
+    """The text in the picture."""
     rows = re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text())
     return html.unescape(" ".join(rows)).replace("\xa0", " ")
 

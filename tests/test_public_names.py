@@ -1,6 +1,6 @@
-"""All public names with kind and signature, against tests/public_names.txt: none comes, goes or changes unnoticed.
+"""All public names with kind and signature, against tests/public_names.txt: no addition, removal or change goes unnoticed.
 
-`make public-names` writes the file anew; its diff then shows what a change means for users.
+`make public-names` rewrites the file; its diff then shows what a change means for users.
 """
 
 import importlib
@@ -42,13 +42,13 @@ def described(path: str, found: Any) -> Iterator[str]:
     elif inspect.isfunction(found) and home.startswith("rallypoint"):
         yield f"def {path}{signature(found)}"
     elif inspect.isclass(found) or callable(found):
-        yield f"from {home}: {path}"  # another package's, passed on
+        yield f"from {home}: {path}"  # re-exported from another package
     else:
         yield f"{type(found).__name__} {path}"
 
 
 class Bare:
-    """An annotation that shows as it is written, without the quotes of a string."""
+    """An annotation shown as it is written, without the quotes of a string."""
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation

@@ -19,14 +19,14 @@ from rallypoint.wire.tls import Identity, TlsSocket
 
 @functools.cache
 def an_identity() -> Identity:
-    """One that was made on the spot."""
+    """A freshly made identity."""
     made = identity_of(True)
     assert made is not None
     return made
 
 
 def shake(*ends: TlsSocket) -> None:
-    """Both handshakes on one thread."""
+    """Do both handshakes on one thread."""
     for each in ends:
         each.setblocking(False)
     while not all(each.is_open for each in ends):
@@ -40,7 +40,7 @@ def shake(*ends: TlsSocket) -> None:
 def pair(
     a: socket.socket | None = None, b: socket.socket | None = None
 ) -> tuple[TlsSocket, TlsSocket]:
-    """Connected; the second one has accepted."""
+    """Two connected ends; the second one has accepted."""
     if a is None or b is None:
         a, b = socket.socketpair()
     ends = TlsSocket(a, an_identity(), accepts=False), TlsSocket(b, an_identity(), accepts=True)
@@ -49,7 +49,7 @@ def pair(
 
 
 class Authority:
-    """Signs certificates, into files."""
+    """A certificate authority; it writes what it signs to files."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder / name
@@ -60,7 +60,7 @@ class Authority:
         self.path = self._write("authority", self._made)
 
     def sign(self, name: str, *, until: int = 9999) -> dict[str, str]:
-        """Certificate, key and authority, as ``rpc.Tls`` takes them."""
+        """Paths of certificate, key and authority, as ``rpc.Tls`` takes them."""
         key = ec.generate_private_key(ec.SECP256R1())
         made = _sign(key, _name(name), self._key, self._name, until=until)
         hidden = self._folder / f"{name}.key"

@@ -1,9 +1,9 @@
-"""A relay between two workers that use TLS, in a test's own process or, as a program, of another user on another host.
+"""A relay between two workers that use TLS, in a test's own process or, as a program, under another user on another host.
 
     python tls_relay.py HOST PORT TO_HOST TO_PORT UID
 
-It holds TLS with each of the two, with a certificate of its own. It answers every line with the number of its connections
-and what it has read; its first line is its own address.
+It speaks TLS with each of the two, with a certificate of its own. It answers every line with the number of its connections
+and what it has read; the first line it prints is its own address.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from relays import become, say
 
 
 class TlsRelay:
-    """Somebody on the way from a worker to another: sees all bytes, and may hold TLS with each of the two.
+    """A man in the middle between two workers: sees all bytes, and may speak TLS with each of the two.
 
     Args:
-        takes_part: with a certificate of his own; else bytes are only passed on.
+        takes_part: with its own certificate; otherwise it only forwards bytes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TlsRelay:
             each.setblocking(False)
         with client, server:
             while not self._is_over:
-                # What came with the end of a handshake does not make a descriptor readable: both are asked.
+                # Data that arrived with the end of a handshake does not make a descriptor readable, so both are asked.
                 select.select(ends, [], [], 0.02)
                 for source in ends:
                     try:
@@ -97,7 +97,7 @@ class TlsRelay:
 
 def main() -> None:
     host, port, to_host, to_port, uid = sys.argv[1:]
-    identity_of(True)  # loads what it needs
+    identity_of(True)  # so that everything it needs is loaded
     listener = socket.create_server((host, int(port)))
     become(int(uid))
     relay = TlsRelay((to_host, int(to_port)), takes_part=True, listener=listener)

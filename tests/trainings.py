@@ -1,7 +1,7 @@
-"""Trainings in a session, by `rally run` on this host: some of their workers are killed, others are left alone; then their ends are compared.
+"""Trainings in a session, run by `rally run` on this host: with workers killed and without; then their final states are compared.
 
-The script, a text or a file, has the words that :mod:`faulty` reads, and behind them those of the test. Each rank writes its end
-to ``end RANK`` in the folder, as JSON.
+The script, a text or a file, gets the words that :mod:`faulty` reads, followed by the test's own. Each rank writes its final
+state to ``end RANK`` in the folder, as JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(
     *words: object,
     flags: Sequence[str] = (),
 ) -> tuple[list[Any], str]:
-    """Run it to a good end, with each fault recovered from. Returns the ends of all ranks, and what was said."""
+    """Run it; it must succeed and recover from each fault. Returns the final states of all ranks, and what was said."""
     done = start(folder, script, ranks, faults, *words, flags=flags)
     assert done.returncode == 0, done.stderr
     assert len(list(folder.glob("fault *"))) == len(faults), "not all workers that had to die have"
@@ -62,6 +62,6 @@ def train(
 
 @functools.cache
 def undisturbed(script: str | Path, ranks: int, *words: object) -> list[Any]:
-    """The ends of the ranks without a fault; run once."""
+    """The final states of the ranks without a fault; run once."""
     ends, _ = train(Path(tempfile.mkdtemp()) / "calm", script, ranks, [], *words)
     return ends

@@ -27,7 +27,7 @@ def etcd_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdClust
 
 @pytest.fixture
 def etcd_store(etcd_cluster: EtcdCluster) -> Iterator[EtcdStore]:
-    """Keys that no other test has."""
+    """A store with keys of its own, apart from other tests'."""
     store = EtcdStore(endpoints=etcd_cluster.endpoints, prefix=f"test/{next(_numbers)}")
     yield store
     store.delete_prefix()
@@ -46,7 +46,7 @@ def redislike_server() -> Iterator[int]:
 
 @pytest.fixture
 def redislike_store(redislike_server: int) -> Iterator[RedisLikeStore]:
-    """A third party's; keys that no other test has."""
+    """A third party's store, with keys of its own, apart from other tests'."""
     opened: list[RedisLikeStore] = []
 
     class Store(RedisLikeStore):

@@ -1,4 +1,4 @@
-"""One suite over c10d's interface: torch's own store, and ours under it, keep the same promises."""
+"""One suite over c10d's interface: torch's own store, and ours beneath it, keep the same promises."""
 
 import gc
 import os
@@ -66,7 +66,7 @@ def test_a_key_that_does_not_come_is_a_store_error_at_the_timeout(view: dist.Sto
 
 def test_wait_ends_when_the_last_key_is_there(view: dist.Store) -> None:
     view.set("a", "1")
-    other = view.clone()  # a connection that waits may hold up all else on it
+    other = view.clone()  # a connection that waits may hold up everything else on it
     timer = threading.Timer(0.1, lambda: other.set("b", "2"))
     timer.start()
     view.wait(["a", "b"], timedelta(seconds=10))
@@ -82,7 +82,7 @@ def test_add_counts_and_is_read_as_text(view: dist.Store) -> None:
 
 
 def test_compare_set_replaces_only_what_was_expected(view: dist.Store) -> None:
-    assert view.compare_set("k", "", "1") == b"1"  # there was none
+    assert view.compare_set("k", "", "1") == b"1"  # there was no value
     assert view.compare_set("k", "", "2") == b"1"
     assert view.compare_set("k", "1", "2") == b"2"
     assert view.compare_set("k", "1", "3") == b"2"
@@ -100,7 +100,7 @@ def test_compare_set_of_a_counter_compares_its_sum(view: dist.Store) -> None:
 
 
 def test_compare_set_loses_no_update_among_many_writers(store: dist.Store) -> None:
-    """Each writes its name behind the others': a lost update is a name that is missing."""
+    """Each appends its name: a lost update is a name that is missing."""
     store.set("names", "-")
     clones = [store.clone() for _ in range(6)]
 
@@ -151,7 +151,7 @@ def test_a_clone_is_the_same_store_with_a_timeout_of_its_own(view: dist.Store) -
 
 
 def test_a_store_that_only_c10d_holds_stays_usable() -> None:
-    """c10d keeps no reference to the Python half of a store; without one its calls find nothing."""
+    """c10d keeps no reference to the Python half of a store; without that half its calls find nothing."""
     prefixed = dist.PrefixStore("x", c10d_store(MemoryStore()))
     clone = prefixed.clone()
     gc.collect()
@@ -162,7 +162,7 @@ def test_a_store_that_only_c10d_holds_stays_usable() -> None:
 
 def test_what_a_store_cannot_do_is_said() -> None:
     class Plain:
-        """No compare_set, no num_keys."""
+        """A store without compare_set and num_keys."""
 
         def __init__(self) -> None:
             whole = MemoryStore()

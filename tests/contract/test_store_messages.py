@@ -1,4 +1,4 @@
-"""Our client and torch's own, at torch's server: each sees what the other does. And replies, cut anywhere."""
+"""Our client and torch's own, at torch's server: each sees what the other does. Also replies, cut anywhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_counters_and_conditions_are_the_same_for_both(ours: TcpStore, theirs: d
     assert ours.compare_set("c", b"", b"1") == b"1"
     assert theirs.compare_set("c", "1", "2") == b"2"
     assert ours.compare_set("c", b"1", b"3") == b"2"
-    # No key, and one was expected: c10d's own rule.
+    # The key does not exist, but a value was expected: c10d's own rule.
     assert ours.compare_set("none", b"x", b"y") == theirs.compare_set("none", "x", "y") == b"x"
 
 
@@ -85,7 +85,7 @@ def test_each_client_wakes_the_other(ours: TcpStore, theirs: dist.Store) -> None
 
 def test_a_wait_that_is_given_up_leaves_nothing_behind(ours: TcpStore, theirs: dist.Store) -> None:
     for number in range(50):
-        # The key comes about when the wait ends: sometimes before, sometimes after.
+        # The key is set about when the wait ends: sometimes before, sometimes after.
         setting = threading.Timer(0.01, theirs.set, (f"late{number}", "1"))
         setting.start()
         try:
@@ -116,7 +116,7 @@ REPLIES: list[tuple[Exchange[Any], bytes, Any]] = [
 
 
 def read(exchange: Exchange[Any], data: bytes) -> tuple[Any, bytes]:
-    """The result, and what of the data was not asked for."""
+    """The result, and the data that belongs to no request."""
     reply = exchange.reply()
     try:
         count = next(reply)

@@ -1,4 +1,4 @@
-"""One suite over every store a rendezvous may use: what the interface promises, each backend keeps."""
+"""One suite over every store that a rendezvous may use: each backend keeps what the interface promises."""
 
 import socket
 import threading
@@ -24,7 +24,7 @@ def file_store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def shared_file_store(tmp_path: Path) -> Store:
-    """With what is done for other hosts' sake."""
+    """With the precautions for files shared with other hosts."""
     return FileStore(tmp_path / "store", shared=True)
 
 

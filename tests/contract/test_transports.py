@@ -1,4 +1,4 @@
-"""One suite over all ways between processes: uds, tcp (both versions of IP), memory."""
+"""One suite over all transports between processes: uds, tcp (both versions of IP), memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_whose_a_connection_is(way: Way, listener: Listener) -> None:
 
 
 def test_many_connections_wait_and_are_accepted_in_order(way: Way, listener: Listener) -> None:
-    # As many members may connect at once when a group begins.
+    # That many members may connect at once when a group starts.
     connected = []
     for number in range(200):
         connected.append(way.connect(listener.address, soon()))
@@ -232,7 +232,7 @@ def test_no_two_listeners_have_one_address(way: Way) -> None:
 
 
 def test_children_do_not_inherit_anything(way: Way, listener: Listener) -> None:
-    # A child that a function starts would keep the connection open after this process is gone.
+    # A child process started by user code would keep the connection open after this process is gone.
     with way.connect(listener.address, soon()) as ours, accept(listener) as theirs:
         for fd in (listener.fileno(), ours.fileno(), theirs.fileno()):
             assert not os.get_inheritable(fd)
@@ -270,7 +270,7 @@ def test_a_unix_address_of_a_process_that_was_killed_is_refused() -> None:
 def test_another_users_process_is_not_let_in_and_not_believed() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can be another user for a while")
-    # An unprivileged listener does not take an unprivileged stranger; root is anyone already.
+    # An unprivileged listener refuses an unprivileged stranger; root can be anyone anyway.
     program = (
         "import os, sys; sys.path[:0] = sys.argv[2:];"
         "from rallypoint._core.clock import Deadline; from rallypoint.wire import uds;"
@@ -313,12 +313,12 @@ def test_another_users_process_is_not_let_in_and_not_believed() -> None:
     one, other, same = User(65534), User(65533), User(65534)
     mine = UnixListener()
     try:
-        # The connecting side notices first; it has connected by then, and the listener sees who it was.
+        # The connecting side notices first; by then it has connected, and the listener sees who it was.
         assert other.ask(one.address) == "another user listens on this address"
         assert one.ask("accept") == "refused"
         assert same.ask(one.address) == "connected"
         assert one.ask("accept") == "accepted"
-        # Root is let in by everyone, and lets in nobody else.
+        # Everyone lets root in, and root lets in nobody else.
         sock = uds.connect
         with pytest.raises(PermissionError, match=r"another user"):
             sock(one.address, soon())
@@ -377,13 +377,13 @@ def test_tcp_connections_probe_and_do_not_wait_for_more() -> None:
             assert read(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
             assert read(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 3
             assert read(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 2
-            # It would also count the time that a process stands still.
+            # It would also count the time while a process is stopped.
             assert read(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
     listener.close()
 
 
 def test_a_host_that_does_not_answer_ends_a_connect_in_time() -> None:
-    # A backlog that is full: no answer comes.
+    # A full backlog: no answer comes.
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -396,7 +396,7 @@ def test_a_host_that_does_not_answer_ends_a_connect_in_time() -> None:
 
 
 def test_a_connect_does_not_wait_for_the_kernel_to_ask_a_second_time() -> None:
-    # Which it does after a second: strangers may fill the backlog again and again.
+    # The kernel retries after a second; strangers may fill the backlog again and again.
     def is_soon() -> bool:
         with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
             address = listener.getsockname()
@@ -418,7 +418,7 @@ def test_a_connect_does_not_wait_for_the_kernel_to_ask_a_second_time() -> None:
 
 
 def test_memory_is_not_reached_from_a_child() -> None:
-    # The name is there after a fork, and so is the table; who would accept is not.
+    # After a fork the name and the table exist, but nobody would accept.
     listener = forks.close_in_child(MemoryListener())
     pid = os.fork()
     if not pid:

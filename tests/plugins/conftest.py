@@ -1,4 +1,4 @@
-"""Packages of third parties: their modules in this folder, installed as `pip` would do it."""
+"""Third-party packages: their modules are in this folder, installed as `pip` would do it."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Callable[[str, str, str], dict[str, str]]:
-    """Install the module of a folder here, with one entry point; returns the variables that show it to a process."""
+    """Install the module of a folder here, with one entry point; returns the variables that make it visible to a process."""
 
     def install(name: str, group: str, point: str) -> dict[str, str]:
         site = tmp_path / f"site-{name}"
@@ -44,7 +44,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def server() -> Iterator[Callable[[str], int]]:
-    """Starts a server that is like Redis; returns its port."""
+    """Starts a server like Redis; returns its port."""
     started: list[subprocess.Popen[str]] = []
 
     def start(password: str = "") -> int:

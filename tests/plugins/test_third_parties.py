@@ -1,4 +1,4 @@
-"""A rendezvous backend and a launch cluster as third parties write them: through public names, found by entry points."""
+"""A rendezvous backend and a launch cluster as third parties write them: with public names, found by entry points."""
 
 import ast
 import importlib
@@ -136,7 +136,7 @@ def test_supervisors_find_their_place_in_its_variables(
 ) -> None:
     env = installed("skynet", CLUSTERS, "skynet:SKYNET")
     env |= {"SKYNET_PODS": "2", "SKYNET_JOB": "t800", "SKYNET_PORT": str(free_port())}
-    # Also what a pod may contain by chance: an outer platform's variables decide nothing here.
+    # A pod may also contain these by chance: an outer platform's variables decide nothing here.
     env |= {"MASTER_ADDR": "nowhere.invalid", "RANK": "5", "WORLD_SIZE": "6"}
     for rank in range(2):
         cluster.start(f"n{rank}", env={**env, "SKYNET_POD": str(rank)})

@@ -1,4 +1,4 @@
-"""A transport of a third party: calls, and the same security as over ours."""
+"""A third party's transport: calls work, with the same security as over ours."""
 
 import ast
 import importlib
@@ -29,7 +29,7 @@ def same(x: Any) -> Any:
 
 
 def install(folder: str) -> None:
-    """As pip would: the module, and the entry point."""
+    """As pip would: the module and the entry point."""
     sys.path[:0] = [str(CODE), folder]
     importlib.invalidate_caches()
 
@@ -61,7 +61,7 @@ def pair(request: pytest.FixtureRequest, site_packages: str) -> Iterator[Workers
             after = workers.run(rpc_workers.resources)
             return [each["fds"] for each in after] == [each["fds"] for each in before]
 
-        # The relay is the test's own: its threads take a moment.
+        # The relay is the test's own, and its threads take a moment to exit.
         eventually(is_all_back)
 
 
@@ -119,7 +119,7 @@ def test_strangers_are_turned_away(pair: Workers) -> None:
         stranger.settimeout(rpc_workers.LIMIT)
         stranger.connect(pair.on(1, own_address))
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(ConnectionError):  # or the end, which is none
+        with pytest.raises(ConnectionError):  # or end of file, which raises nothing
             while stranger.recv(4096):
                 pass
             raise ConnectionError
@@ -171,7 +171,7 @@ def test_kinds_are_unique_and_can_be_addresses() -> None:
 
 def test_a_transport_that_breaks_costs_the_call_and_nothing_else() -> None:
     class Broken:
-        """Listens, and can neither connect nor accept."""
+        """Listens, but can neither connect nor accept."""
 
         def __init__(self, config: rpc.ListenConfig) -> None:
             self._sock = socket.create_server(("127.0.0.1", 0))

@@ -1,6 +1,6 @@
-"""Real etcd servers for tests: one member or several, with TLS and users where wanted.
+"""Real etcd servers for tests: one member or several, optionally with TLS and users.
 
-Data, certificates and logs are in the folder given; members are ended by their own pid.
+Data, certificates and logs are in the given folder; members are killed by their own pid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT_PASSWORD = "root-word"
 
 
 def require_etcd() -> None:
-    """Skip where there is no etcd; in CI it has to be there."""
+    """Skip where there is no etcd; in CI, fail instead."""
     if shutil.which("etcd") is None:
         if os.environ.get("CI") == "true":
             pytest.fail("etcd is not on PATH, and CI=true: .ci/run installs it")
@@ -56,7 +56,7 @@ class Member:
 
 @dataclass
 class Certificates:
-    """An authority, what it signed for the servers and for a client, and an authority nobody trusts."""
+    """An authority, what it signed for the servers and for a client, and an untrusted authority."""
 
     folder: Path
 
@@ -87,12 +87,12 @@ class Certificates:
 
 
 class EtcdCluster:
-    """Starts ``size`` members and waits until each of them answers as healthy.
+    """Starts ``size`` members and waits until each is healthy.
 
     Args:
         folder: an empty one.
         certificates: serve over TLS, and ask clients for a certificate.
-        flags: more of etcd's own.
+        flags: further flags for etcd.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class EtcdCluster:
         return [member.endpoint for member in self.members]
 
     def start(self, member: Member) -> None:
-        # Variables named ETCD_… would be taken for settings.
+        # etcd would take variables named ETCD_… for settings.
         env = {name: value for name, value in os.environ.items() if not name.startswith("ETCD")}
         with member.log.open("ab") as log:
             member.popen = subprocess.Popen(member.command, stdout=log, stderr=log, env=env)
@@ -147,9 +147,9 @@ class EtcdCluster:
                 if json.loads(self.request(member, "health"))["health"] == "true":
                     return
             except (OSError, ValueError):
-                pass  # not yet
+                pass  # not up yet
             assert member.popen is not None
-            try:  # a server that ends before it is healthy is known at once
+            try:  # a server that exits before it is healthy is noticed at once
                 member.popen.wait(0.05)
             except subprocess.TimeoutExpired:
                 if time.monotonic() < end:
@@ -174,11 +174,11 @@ class EtcdCluster:
             return answer.read()
 
     def keys(self, prefix: str) -> list[str]:
-        """Every key etcd itself holds under the prefix."""
+        """Every key that etcd itself holds under the prefix."""
         return [base64.b64decode(one["key"]).decode() for one in self._entries(prefix)]
 
     def seconds_to_live(self, prefix: str) -> set[int]:
-        """For how long the keys under the prefix were granted; 0: for good."""
+        """The granted lifetimes of the keys under the prefix; 0 means forever."""
         granted = set()
         for one in self._entries(prefix):
             lease = one.get("lease", "0")
@@ -205,7 +205,7 @@ class EtcdCluster:
         return found
 
     def leader(self) -> Member:
-        """The member that the others follow."""
+        """The cluster's leader."""
         for member in self.members:
             if member.popen is None:
                 continue
@@ -215,7 +215,7 @@ class EtcdCluster:
         raise AssertionError("no leader")
 
     def enable_users(self, user: str, password: str, prefix: str) -> None:
-        """Ask for users from now on: root, and one who may use only the keys under ``prefix``."""
+        """Require users from now on: root, and one who may use only the keys under ``prefix``."""
         member, start = self.members[0], prefix.encode()
         permission = {
             "permType": "READWRITE",
@@ -234,7 +234,7 @@ class EtcdCluster:
             self.request(member, f"v3/auth/{path}", body)
 
     def kill(self, member: Member) -> None:
-        """As a lost host: no goodbye."""
+        """Kill it without a goodbye, as when its host is lost."""
         assert member.popen is not None
         os.kill(member.popen.pid, signal.SIGKILL)
         member.popen.wait()

@@ -1,4 +1,4 @@
-"""Held over every unit test: what it opens and starts has ended when it ends."""
+"""Applies to every unit test: what it opens and starts has ended when it ends."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rallypoint.testing import no_leaks
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    if importlib.util.find_spec("torch") is None:  # tests that stop for want of it do not clean up
+    if importlib.util.find_spec("torch") is None:  # tests that stop for lack of torch leak
         yield
         return
     with no_leaks(patience=60):

@@ -1,4 +1,4 @@
-"""An allow-list holds against messages that were made to get around it."""
+"""An allow-list holds against messages that are made to get around it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import os  # a message may try to reach it through this module
 import pickle
 from collections import OrderedDict
-from os import getpid  # or this, which is none of this module's own
+from os import getpid  # or this, which is not this module's own
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The handshake: whatever a stranger sends, he is not believed, and whoever fails is told why."""
+"""The handshake: whatever a stranger sends, it is not believed, and whoever fails is told why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def frame(message: object, *, magic: bytes = b"RLY1") -> bytes:
 
 
 def messages(a: Connecting, b: Accepting) -> list[bytes]:
-    """The four, of a handshake that nobody disturbs."""
+    """The four messages of an undisturbed handshake."""
     hello = a.start()
     answer = b.receive(hello)
     proof = a.receive(answer)
@@ -47,7 +47,7 @@ def hello(**changed: object) -> bytes:
 
 
 def fails(end: End, data: bytes) -> ProtocolError:
-    """The error that ``data`` ends ``end`` with, for good."""
+    """The error with which ``data`` makes ``end`` fail for good."""
     with pytest.raises(ProtocolError) as caught:
         end.receive(data)
     with pytest.raises(type(caught.value), match=r"^"):
@@ -122,7 +122,7 @@ def test_another_secret_is_not_believed_on_either_side() -> None:
     )
     assert a.refusal == b""
 
-    # A false accepting end, that takes whatever proof it gets.
+    # A false accepting end that takes whatever proof it gets.
     a, b = connecting(), Accepting(guess, B, b"d" * 32)
     b._proof_of = lambda role: Accepting._proof_of(b, role) if role == "accepting" else taken  # type: ignore[method-assign]
     proof = a.receive(b.receive(a.start()))
@@ -147,7 +147,7 @@ def test_our_own_messages_sent_back_are_refused() -> None:
     end = connecting()
     proof = end.receive(ANSWER)
     assert isinstance(fails(end, proof), AuthenticationError)
-    # Even where the stranger makes the hello fit: who proves as "connecting" has not proved as "accepting".
+    # Even where the stranger makes the hello fit: a proof as "connecting" is not a proof as "accepting".
     end = connecting()
     proof = end.receive(frame(json.loads(HELLO[8:]) | {"role": "accepting"}))
     assert isinstance(fails(end, proof), AuthenticationError)
@@ -157,7 +157,7 @@ def test_our_own_messages_sent_back_are_refused() -> None:
 
 
 def test_hellos_that_were_swapped_between_connections_do_not_fit() -> None:
-    """Two true ends, but each was shown another hello of the other."""
+    """Two true ends, but each was shown another hello from the other."""
     b = accepting()
     b.receive(hello(me=A | {"name": "somebody else"}))
     assert isinstance(fails(b, PROOF), AuthenticationError)
@@ -181,7 +181,7 @@ def test_any_bit_that_is_flipped_is_refused_or_leaves_the_end_waiting() -> None:
                 there.receive(before)
             try:
                 there.receive(bytes(flipped))
-                # Both true ends go on: who was shown a changed hello makes, and expects, another proof.
+                # Both true ends go on: the one that saw a changed hello makes, and expects, another proof.
                 there.receive(PROOF if end is accepting else LAST)
             except ProtocolError:
                 pass
@@ -203,7 +203,7 @@ def test_a_proof_says_nothing_else() -> None:
 
 
 def mutations(seed: int) -> Iterator[bytes]:
-    """What a broken or hostile peer may send: true messages cut, doubled, mixed, with other lengths."""
+    """What a broken or hostile peer may send: true messages that are cut, doubled, mixed or given other lengths."""
     chance = random.Random(seed)
     true = [HELLO, ANSWER, PROOF, LAST, frame({"refused": "no"})]
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""`--avoid-hosts`: what counts against a host, the list, and who is left out because of it."""
+"""`--avoid-hosts`: what counts against a host, the list, and which hosts are left out because of it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_there_is_an_empty_list(tmp_path: Path) -> None:
 
 def test_lines_of_people_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "bad"
-    path.write_text("node9  # its fan")  # no line end
+    path.write_text("node9  # its fan")  # no newline at the end
     avoid_file.add(path, [lost("node7", "i1")])
     avoid_file.add(path, [lost("node7", "i1"), failed("node8", "i1")])
     first, *records = path.read_text().splitlines()
@@ -269,7 +269,7 @@ def test_without_a_list_troubles_are_kept_for_the_terminal(tmp_path: Path) -> No
 
 
 def test_hosts_of_a_terminal() -> None:
-    """By the names of the command line; what ended because it was told to says nothing."""
+    """By the names on the command line; a node that ended because it was told to proves nothing."""
     told = failed("its-own-name", "g1", "killed").to_json()
     other = lost("b", "g1").to_json()
     parts = [
@@ -371,7 +371,7 @@ def test_this_host(
 
 
 def test_a_host_at_which_the_nodes_meet_takes_part(tmp_path: Path, monkeypatch) -> None:
-    """The others would wait for its store."""
+    """Otherwise the others would wait for its store."""
     (tmp_path / "bad").write_text("n7\n")
     lines: list[str] = []
     monkeypatch.setenv("RALLY_HOST_NAME", "n7")
@@ -414,7 +414,7 @@ def test_nodes_of_slurm_meet_on_a_host_that_takes_part(tmp_path: Path, monkeypat
 
 
 def test_too_few_hosts_of_the_step_are_left(tmp_path: Path) -> None:
-    """Else each of them would leave the job to the others, and none would fail."""
+    """Otherwise each of them would leave the job to the others, and none would fail."""
     (tmp_path / "bad").write_text("n1\nn2\nn3\n")
     env = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-4]"}
     with pytest.raises(ConfigError, match="leaves 1 of the step's 4 hosts, and --nnodes needs 2"):

@@ -1,4 +1,4 @@
-"""The pieces of which a worker's start and end are made. The whole: test_script_does_not_notice.py."""
+"""The pieces that a worker's start and end are made of. The whole is in test_script_does_not_notice.py."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_who_waits_for_a_worker_is_called_in_each_that_a_fork_becomes(
 
 @contextlib.contextmanager
 def held(line: int) -> Iterator[None]:
-    """As in a worker."""
+    """Hold the line, as in a worker."""
     supervisor_line.hold(line)
     try:
         yield

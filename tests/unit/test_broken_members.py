@@ -1,4 +1,4 @@
-"""What a broken member writes under a true MAC fails no leader: each part of a round reads with suspicion."""
+"""What a broken member writes under a true MAC fails no leader: each part of a round treats what it reads with suspicion."""
 
 import json
 
@@ -42,7 +42,7 @@ _RECORDS = st.fixed_dictionaries(
 
 
 def publish(records: dict) -> bytes:
-    """What a leader does with the records that are arrivals."""
+    """What a leader does with the records that are valid arrivals."""
     slots = [slot for slot, record in records.items() if plan.arrival(slot, record) is not None]
     if not slots:
         return b""

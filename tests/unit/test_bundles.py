@@ -25,12 +25,12 @@ def test_large_ones_travel_alone_and_small_ones_in_few_messages(sizes: list[int]
     shared = [each for each in messages if sizes[each[0]] <= SMALL]
     assert all(len(each) == 1 for each in messages if each not in shared)
     assert all(sum(sizes[index] for index in each) <= MOST for each in shared)
-    # Each but the last is so full that another small one may have found no room.
+    # Each but the last is so full that another small one might not have fit.
     assert all(sum(sizes[index] + 15 for index in each) > MOST - SMALL - 15 for each in shared[:-1])
 
 
 class Group:
-    """What is sent comes to whoever receives."""
+    """Whatever is sent goes to whoever receives."""
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []

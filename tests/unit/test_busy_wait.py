@@ -1,4 +1,4 @@
-"""When a thread stays awake for what comes, and when it leaves that."""
+"""When a thread stays awake for what arrives, and when it stops doing that."""
 
 from rallypoint.wire.busy_wait import SHORT, BusyWait
 

@@ -12,7 +12,7 @@ from rallypoint.rpc.connections.calls import Call, CallTable
 
 @pytest.fixture
 def a_collection_at_every_object() -> Iterator[list[object]]:
-    """Whose callbacks, put into the list, run in the midst of other code, as those of another thread do."""
+    """Collections whose callbacks, put into the list, run in the middle of other code, as another thread's code does."""
     before, known = gc.get_threshold(), list(gc.callbacks)
     gc.set_threshold(1)
     try:

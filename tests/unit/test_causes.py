@@ -1,4 +1,4 @@
-"""Why a generation ended, in a line for people and for the report."""
+"""Why a generation ended, in one line for people and for the report."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_echo_of_another_node_does_not_hide_what_was_told_before() -> None:
     assert not causes.note_peers((elsewhere,))
     assert causes.note_peers((STOPPED,))
     assert causes.of_peers == (elsewhere,)
-    # It counts if nothing else is known, and no failure at all is no echo.
+    # It counts if nothing else is known, and having no failures is not an echo.
     causes = Causes()
     assert causes.note_peers((STOPPED,))
     assert causes.of_peers == (STOPPED,)

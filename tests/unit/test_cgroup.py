@@ -1,4 +1,4 @@
-"""Limits of control groups, wherever on the way up they are."""
+"""Limits of control groups, at any level of the hierarchy."""
 
 from __future__ import annotations
 

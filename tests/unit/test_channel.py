@@ -23,7 +23,7 @@ def open_descriptors() -> int:
 
 @pytest.mark.parametrize("size", [0, 100, MAX_MESSAGE - 20, MAX_MESSAGE + 20, 3_000_000])
 def test_a_message_of_any_length_arrives_with_its_descriptors(line, size):
-    """A job with thousands of file names as arguments is longer than the socket takes."""
+    """A job with thousands of file names as arguments is longer than one socket message can be."""
     ours, theirs = line
     message = {"do": "spawn", "args": "é" * (size // 6)}
     read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""What is read as the metadata of a checkpoint, and what is not."""
+"""What is read as a checkpoint's metadata, and what is not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rallypoint.elastic.checkpointing import checkpoint_metadata
 
 
 class Runs:
-    """Pickled, it is a call."""
+    """When unpickled, it makes a call."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.call = function, args
@@ -33,7 +33,7 @@ def loaded(data: bytes) -> Metadata:
 
 
 def test_members_of_an_enum_are_read_as_each_python_writes_them() -> None:
-    """3.11.0 to 3.11.3, which Debian 12 has, name them by getattr."""
+    """Python 3.11.0 to 3.11.3, which Debian 12 has, name them by getattr."""
     formats = of_elastic.metadata_values()[0]
     member = next(iter(formats))
     for written in (Runs(getattr, formats, member.name), Runs(formats, member.value)):
@@ -77,7 +77,7 @@ def test_what_is_no_metadata_is_refused(planted: Any) -> None:
 
 
 def test_a_class_is_not_changed() -> None:
-    """By the instruction that sets the attributes of an object, applied to the class."""
+    """The instruction that sets an object's attributes is applied to the class."""
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     attributes = b"N}\x8c\x07planted\x8c\x05value\x73\x86"
     with pytest.raises(pickle.UnpicklingError, match="did not create"):

@@ -88,7 +88,7 @@ def test_what_is_removed(found: list[Entry], keep: int, data: st.DataObject) -> 
     left = [each for each in found if each.name not in removed]
     assert written in left
     assert aside.isdisjoint(removed)
-    # Of those, other ranks may be writing their parts.
+    # Other ranks may still be writing their parts of those.
     later = {each.name for each in found if each.record is None and each.step > written.step}
     assert later.isdisjoint(removed)
     counted = [each for each in left if each.name not in aside | later]

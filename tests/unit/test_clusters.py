@@ -1,4 +1,4 @@
-"""Environments as clusters make them, and what `rally run` must take them for."""
+"""Environments as clusters make them, and what `rally run` must conclude from them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SLURM_BATCH_SCRIPT = {
     name: value for name, value in SLURM_ONE_PER_NODE.items() if "STEP" not in name
 } | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "node01"}
 
-# A shell of `salloc` where LaunchParameters=use_interactive_step; note the job-level task count.
+# A shell of `salloc` with LaunchParameters=use_interactive_step; it has the job's task count.
 SLURM_INTERACTIVE_STEP = {
     "SLURM_JOB_ID": "1808417",
     "SLURM_JOB_NAME": "interactive",
@@ -339,7 +339,7 @@ def test_two_steps_of_one_allocation_are_two_jobs() -> None:
         pytest.param(SLURM_ONE_PER_NODE | {"SLURM_STEP_ID": "batch"}, id="the batch step by name"),
         pytest.param(SLURM_INTERACTIVE_STEP, id="shell of salloc"),
         pytest.param(
-            # The same, should a Slurm set the step's variables from the job's.
+            # The same, in case Slurm sets the step's variables from the job's.
             SLURM_INTERACTIVE_STEP
             | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
             id="shell of salloc with the job's task count",
@@ -410,8 +410,8 @@ def test_all_tasks_of_a_step_agree_and_none_is_counted_twice() -> None:
     ("machines", "each", "by_node"),
     [
         *((machines, each, False) for machines in (2, 3, 5) for each in (1, 2, 4)),
-        # Dealt out one by one, a task alone cannot always tell which of the two it was (rank 2 of 8
-        # on 4 machines looks the same): that is what machines_known=False says.
+        # When tasks are dealt out one by one, a task alone cannot always tell which of the two ways it was (rank 2 of 8
+        # on 4 machines looks the same): machines_known=False says so.
         (2, 2, True),
         (2, 4, True),
     ],
@@ -551,7 +551,7 @@ def test_values_that_contradict_are_named(
 
 
 def test_a_step_over_the_components_of_a_heterogeneous_job_is_one_job() -> None:
-    """The variables of its tasks that tell it from another step, as Slurm 22.05 sets them."""
+    """Its tasks' variables that distinguish it from another step, as Slurm 22.05 sets them."""
     env = SLURM_ONE_PER_NODE | {
         "SLURM_HET_SIZE": "2",
         "SLURM_JOB_ID_HET_GROUP_0": "1230234",
@@ -645,7 +645,7 @@ def test_a_malformed_nodelist_is_named_with_its_variable(nodelist: str) -> None:
 
 
 def compress(hosts: list[str]) -> str:
-    """Slurm's notation for ``hosts``, keeping their order: runs of one prefix become one bracket."""
+    """Slurm's notation for ``hosts``, in their order: consecutive hosts with one prefix become one bracket."""
     groups: list[tuple[str, str, list[str]]] = []
     for host in hosts:
         match = re.fullmatch(r"(.*?)([0-9]+)([^0-9]*)", host)
@@ -746,7 +746,7 @@ def test_a_damaged_environment_gives_a_sound_placement_or_a_config_error(
 
 
 def cluster(name: str, level: ClusterLevel, variable: str, *, alone: bool = False) -> Cluster:
-    """One that goes by a single variable."""
+    """A cluster that is detected by a single variable."""
     found = detect(PYTORCHJOB)
     assert found is not None
     here = None if alone else dataclasses.replace(found, source=name)

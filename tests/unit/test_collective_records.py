@@ -1,4 +1,4 @@
-"""Which collectives ranks are in: torch's records made compact, and who waits for whom."""
+"""Which collectives ranks are in: torch's records in compact form, and which ranks wait for which."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_who_does_not_answer_is_missing_if_all_others_wait() -> None:
 @pytest.mark.parametrize(
     ("known", "missing", "says"),
     [
-        # Rank 1 is behind, ranks 2 and 3 are on a node that did not answer.
+        # Rank 1 is behind; ranks 2 and 3 are on a node that did not answer.
         ({0: [WAITS], 1: [BEHIND]}, (1,), "rank 1 has not entered all_reduce #7"),
         # Rank 1 does not answer, though its node does.
         ({0: [WAITS]}, (1,), "rank 1 has not entered all_reduce #7"),
@@ -93,7 +93,7 @@ def test_ranks_of_a_node_that_does_not_answer_are_not_to_blame(
 
 def test_nobody_waits_in_vain() -> None:
     assert collective_waits.verdict({rank: [BEHIND] for rank in range(4)}) is None
-    # All have entered the same: the network, or it is on its way.
+    # All have entered the same collective: the network is at fault, or it is in progress.
     assert collective_waits.verdict({rank: [WAITS] for rank in range(4)}) is None
     assert collective_waits.verdict({}) is None
 
@@ -127,7 +127,7 @@ def test_two_sides_that_are_alike_are_both_told_and_nobody_is_blamed() -> None:
 
 
 def test_a_circle_over_two_groups() -> None:
-    """Rank 3 goes to the barrier of all, and the other members of its group wait for it there."""
+    """Rank 3 waits in the barrier of all ranks, and rank 2 waits for it in the all_reduce of their group."""
     part = [2, 3]
     waits_for_3 = [
         group(call(1, done=True)),
@@ -190,7 +190,7 @@ def test_records_are_compact() -> None:
 
 
 def test_calls_of_a_group_that_was_destroyed_are_not_those_of_the_next_one() -> None:
-    """torch names the next default group alike, and counts anew; its recorder keeps the old calls."""
+    """torch gives the next default group the same name and counts from the start; its recorder keeps the old calls."""
     entries = [entry(seq, retired=True) for seq in range(1, 101)]
     entries += [entry(seq, retired=seq < 3) for seq in (1, 2, 3)]
     dump = json.dumps({"entries": entries})

@@ -1,4 +1,4 @@
-"""Without a process group every collective is the identity; what cannot be is still refused."""
+"""Without a process group every collective is the identity; impossible arguments are still refused."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from rallypoint.launch.command_line import flags
 
 
-pytest.importorskip("torch")  # the names that are looked up are in packages that import it
+pytest.importorskip("torch")  # the names are looked up in packages that import it
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 # Their __all__ lacks half of what programs call: the part that is written in C++.
@@ -47,7 +47,7 @@ def modules_of(heading: str) -> list[str]:
 
 def public(path: str) -> set[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says of some that they will go
+        warnings.simplefilter("ignore")  # torch deprecates some of them
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:

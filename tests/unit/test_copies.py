@@ -1,4 +1,4 @@
-"""Copies of a rank's state at a partner on another node: sent, kept, never torn, and taken from nobody else."""
+"""Copies of a rank's state at a partner on another node: sent, kept, never torn, and accepted from nobody else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_own_state_of_two_steps_is_kept(ends: list[End]) -> None:
     kept = parted(ends[1].copies.guests.own_of(0))
     assert [each.steps for each in kept] == [4, 3]
     assert ends[1].copies.guests.own_of(1) == b""
-    # In a process that takes the partner's place, and after a step that was not sent.
+    # In a process that takes the partner's place, after a step that was not sent.
     memory = Memory(os.dup(ends[1].memory.fd))
     successor = Copies(memory.fd, 1, 2, count=2)
     door = successor.open("127.0.0.1", 1)
@@ -89,7 +89,7 @@ def test_snapshots_are_kept_and_one_that_was_not_finished_is_not(ends: list[End]
     there = ends[1].copies.guests
     assert there.held() == ((0, (Held(2, 20), Held(3, 30))),)
     assert there.contents(0, Held(3, 30))[0].eq(3).all()
-    # The next one breaks off: the older slot is given up for it, the newer one stays.
+    # The next transfer breaks off: the older slot is given up for it, the newer one stays.
     line = copy_line.dial(ends[1].door, "127.0.0.1", 0)
     line.send(copy_line.offer(Held(4, 40), 1 << 20, 1))
     while not line.read(None):
@@ -154,7 +154,7 @@ def test_a_rank_listens_where_the_job_was_told_to(
     listener = end.copies.guests._listener
     assert listener is not None
     where = listener._listener.getsockname()[0]
-    # Nodes that meet at a loopback address need not be on one host.
+    # Nodes that meet at a loopback address are not necessarily on one host.
     assert where == bind if bind == "127.0.0.1" else where in {"::", "0.0.0.0"}
     end.close()
 
@@ -170,7 +170,7 @@ def test_strangers_take_few_threads_and_few_lines(
     ]
     ends[0].own(1)
     deadline = time.monotonic() + 10.0 * pace()
-    # And the other rank at each of the two ends. A refused stranger's thread says so before it ends.
+    # Plus the other rank at each of the two ends. A refused stranger's thread logs that before it ends.
     most = threaded_listener.MOST_STRANGERS + 2
     while len(caplog.records) < many - threaded_listener.MOST_STRANGERS or guest_threads() > most:
         assert time.monotonic() < deadline
@@ -196,7 +196,7 @@ def test_regions_of_guests_do_not_overlap() -> None:
 def test_two_guests_that_come_at_once_do_not_cut_off_each_others_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each looks how long the file is, then makes it longer: what the other one has done between the two must stay."""
+    """Each reads the file's size, then extends the file: what the other did in between must stay."""
     own = Memory()
     before = os.fstat(own.fd)
     later = Memory(own.fd, guests.region(1))
@@ -204,7 +204,7 @@ def test_two_guests_that_come_at_once_do_not_cut_off_each_others_memory(
         patched.setattr(os, "fstat", lambda _: before)
         earlier = Memory(own.fd, guests.region(0))
     assert os.fstat(own.fd).st_size > guests.region(1)
-    later.keep(b"mine")  # beyond the end of the file: SIGBUS
+    later.keep(b"mine")  # SIGBUS if it is beyond the end of the file
     later.close()
     earlier.close()
     own.close()

@@ -1,4 +1,4 @@
-"""Copies by several threads: every byte, once, and nobody waits for a helper that does not come."""
+"""Copies by several threads: every byte is copied once, and nobody waits for a helper that does not come."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""Counts of many threads are exact, also while somebody looks."""
+"""Counts from many threads are exact, even while somebody reads them."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Where a script is in its loops: whatever is lost when, each step and function has its effect once, and in order."""
+"""Where a script is in its loops: whatever is lost, and when, each step and function takes effect once, in order."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Bodies = list[list[str]]
 
 @dataclass
 class Script:
-    """A training script: epochs with functions before and behind loops over batches, each batch with a body of its own.
+    """A training script: epochs with functions before and after loops over batches; each batch has its own body.
 
     Args:
         epochs: how many.
-        before, behind: how many functions.
-        loops: what each batch's body does, of each loop.
-        breaks: loops that are left behind their first batch's body.
-        losses: before which effects a loss strikes; a repetition succeeds.
-        snapshots: with sharded state, every so many steps; 0: the state is replicated.
+        before, behind: how many functions before the loops, and after each of them.
+        loops: for each loop, what each batch's body does.
+        breaks: loops that are left after their first batch's body.
+        losses: before which effects a loss strikes; the repetition succeeds.
+        snapshots: with sharded state, a snapshot every so many steps; 0: the state is replicated.
     """
 
     epochs: int
@@ -40,7 +40,7 @@ class Script:
     snapshots: int = 0
     course: Course = field(default_factory=Course)
     effects: list[tuple[Any, ...]] = field(default_factory=list)
-    owns: list[OwnState] = field(default_factory=list)  # what is kept at the beginning of each step
+    owns: list[OwnState] = field(default_factory=list)  # what is kept at the start of each step
 
     def run(self) -> None:
         course = self.course
@@ -178,7 +178,7 @@ def test_a_newcomer_begins_where_the_lost_one_was(script: Script, data: st.DataO
     own = data.draw(st.sampled_from(calm.owns))
     script.course.continue_at(own)
     script.course.steps = own.steps
-    # It may be lost, and replaced, again; and others too.
+    # It may be lost and replaced again, and others too.
     script.losses = data.draw(st.sets(st.integers(0, 10)))
     script.run()
     assert script.effects == calm.effects[own.steps :]

@@ -1,4 +1,4 @@
-"""Handlers by the name of their backend: which options there are, and what wrong ones are told."""
+"""Handlers by the name of their backend: which options exist, and what the errors for wrong ones say."""
 
 import gc
 import os
@@ -72,7 +72,7 @@ def test_nodes_of_a_round_share_the_store_of_a_memory_endpoint_by_its_name() -> 
     one.store.set("key", "value")
     assert other.store.get("key") == b"value"
     end(nodes)
-    # Nobody refers to it any more: the next job of the name finds nothing.
+    # Nothing refers to it any more: the next job of that name finds nothing.
     del nodes, one, other
     gc.collect()
     again = made("memory", "shared")
@@ -81,16 +81,16 @@ def test_nodes_of_a_round_share_the_store_of_a_memory_endpoint_by_its_name() -> 
 
 
 def test_static_nodes_have_the_ranks_they_were_given_round_after_round() -> None:
-    pytest.importorskip("torch")  # a thread that fails for want of it would be waited for
+    pytest.importorskip("torch")  # else the test waits for a thread that fails without torch
     host = made("static", "localhost:0", (2, 2), node_rank=0)
-    # A free port is known to the host alone: the other is told where it is.
+    # Only the host knows which free port it got; the other node is told.
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(host.next_rendezvous)
         until = time.monotonic() + 20
         while not host._home.serves and time.monotonic() < until:
             time.sleep(0.01)
         port = host._home._current.port
-        # torchrun's name for the option, and its values are text.
+        # torchrun's name for the option, with text as its value.
         other = made("static", f"localhost:{port}", (2, 2), rank="1")
         assert other.next_rendezvous().rank == 1
         assert first.result().rank == 0

@@ -1,4 +1,4 @@
-"""Which way a GPU's tensor goes, and what becomes of its memory; with a GPU made of this process's memory."""
+"""Which way a GPU's tensor travels, and what becomes of its memory; the fake GPU uses this process's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def way(device: Device = CUDA0, target: Device = CUDA1, nbytes: int = LEAST, **o
     [
         (Way.SHARED, {}),
         (Way.SHARED, {"device": CUDA1, "target": CUDA0}),
-        (Way.SHARED, {"theirs": ("/3", "/0")}),  # it counts them otherwise
+        (Way.SHARED, {"theirs": ("/3", "/0")}),  # it numbers them differently
         (Way.HANDED, {"own": True}),
         (Way.HANDED, {"own": True, "enabled": False, "ours": (), "nbytes": 1}),
         (Way.STAGED, {"own": True, "target": CPU}),
@@ -59,7 +59,7 @@ def way(device: Device = CUDA0, target: Device = CUDA1, nbytes: int = LEAST, **o
         (Way.STAGED, {"ours": ()}),
         (Way.STAGED, {"device": CUDA1, "ours": ("/0",)}),
         (Way.STAGED, {"ours": ("/MIG-1",), "theirs": ("/MIG-1",)}),
-        (Way.STAGED, {"ours": ("PCI_BUS_ID/0",)}),  # its 0 may be another one
+        (Way.STAGED, {"ours": ("PCI_BUS_ID/0",)}),  # its 0 may be another device
     ],
 )
 def test_the_way_of_a_tensor(expected, options):
@@ -73,7 +73,7 @@ def test_the_way_of_a_tensor(expected, options):
         (2, "3,1", None, ("/3", "/1")),
         (1, "3, 9", "PCI_BUS_ID", ("PCI_BUS_ID/3",)),
         (1, "GPU-ab", None, ("/GPU-ab",)),
-        (2, "3", None, ()),  # it does not tell which the second one is
+        (2, "3", None, ()),  # this does not say which the second one is
         (0, "", None, ()),
     ],
 )
@@ -97,7 +97,7 @@ def member(name: str, **more: Any) -> Member:
     [
         (member("b"), ("memory", "uds", "tcp"), Way.SHARED),
         (member("a"), ("memory", "uds", "tcp"), Way.HANDED),
-        (member("a"), ("uds", "tcp"), Way.HANDED),  # CUDA opens no block of the same process
+        (member("a"), ("uds", "tcp"), Way.HANDED),  # CUDA does not open a block of its own process
         (member("b"), ("tcp",), Way.STAGED),
         (member("b", host="two"), ("memory", "uds", "tcp"), Way.STAGED),
         (member("b", addresses={"tcp": ("h", 1)}), ("memory", "uds", "tcp"), Way.STAGED),
@@ -117,7 +117,7 @@ def test_what_a_worker_sees_is_in_its_record():
 
 
 class FakeMemory:
-    """Hands tensors of this process over by a handle; counts as torch does, and says what was done."""
+    """Passes tensors of this process on by a handle; counts as torch does, and records what was done."""
 
     kinds = frozenset({"cpu"})
 
@@ -166,7 +166,7 @@ class FakeMemory:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Tensors of 100 elements and more are as on a GPU."""
+    """Tensors of 100 elements and more are treated as on a GPU."""
     made = FakeMemory()
     monkeypatch.setattr(cuda_ipc, "memory", made)
     monkeypatch.setattr(cuda_ipc, "_counted", type(cuda_ipc._counted)(maxlen=100))
@@ -223,9 +223,7 @@ def test_views_and_values_arrive_on_every_way(gpu, by, name):
     bits = {1: torch.uint8}.get(tensor.element_size())
     plain = tensor.resolve_conj()
     assert torch.equal(found.view(bits), plain.view(bits)) if bits else torch.equal(found, plain)
-    if (
-        name != "expanded with gaps"
-    ):  # packed: where elements lie in the same place, they are apart then
+    if name != "expanded with gaps":  # packed: elements that shared memory are apart then
         steps = zip(found.stride(), tensor.stride(), tensor.shape, strict=True)
         assert all(a == b for a, b, size in steps if size > 1)
     assert gpu.is_all_counted_down_once
@@ -417,7 +415,7 @@ def test_a_number_that_nobody_has_handed_over_is_refused():
 
 # -- torch's own ------------------------------------------------------------------------------------
 
-# As torch gives it: the device, and what follows.
+# As torch returns it: the device, and the rest.
 SHARED = (3, b"handle", 400, 512, b"/torch_1_2_0", 7, bytes(64), True)
 
 
@@ -426,7 +424,7 @@ class Asked(Exception):
 
 
 class Storage:
-    """Tells what it was asked for."""
+    """Records what it was asked for."""
 
     device = torch.device("cuda", 3)
 
@@ -464,7 +462,7 @@ def test_torch_is_asked_as_torch_itself_asks(cuda):
     assert cuda.find("gpu9") is None
     with pytest.raises(Asked) as ours:
         cuda.open(2, block)
-    # What multiprocessing makes of the same.
+    # What multiprocessing does with the same values.
     _, handle, size, offset, counter, counter_offset, event, waits = SHARED
     with pytest.raises(Asked) as theirs:
         reductions.rebuild_cuda_tensor(
@@ -475,7 +473,7 @@ def test_torch_is_asked_as_torch_itself_asks(cuda):
 
 
 def test_torch_says_in_this_order_what_it_has_shared(monkeypatch):
-    """If another version of torch says more, or less, this is to be looked at again."""
+    """If another version of torch returns more, or less, this must be reviewed."""
     typed = types.SimpleNamespace(
         _untyped_storage=Storage(), _share_cuda_=Storage()._share_cuda_, __weakref__=None
     )

@@ -1,4 +1,4 @@
-"""What `rally doctor` takes for a problem, and how it shows that."""
+"""What `rally doctor` considers a problem, and how it shows that."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FAST = Link(source=0, target=1, latency=0.0001, bandwidth=1.2e9, clock=0.001)
 
 
 def worst(findings: list[Finding]) -> tuple[Level, str] | None:
-    """Of what is not fine, the first: its level and what it is about."""
+    """The first of the findings that is not fine: its level and what it is about."""
     first = findings[0]
     return None if first.level is Level.FINE else (first.level, first.what)
 
@@ -218,7 +218,7 @@ def test_a_closed_and_a_silent_port(monkeypatch: pytest.MonkeyPatch) -> None:
     ("files", "available"),
     [
         ({}, 64 * GIB),
-        # Version 2: a container that has read many files.
+        # cgroup version 2: a container that has read many files.
         (
             {
                 "memory.max": "2147483648\n",

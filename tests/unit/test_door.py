@@ -72,7 +72,7 @@ def test_a_stranger_is_called_what_it_is(answer, why):
 
 
 def test_a_lost_packet_is_noticed_before_the_kernel_does():
-    """The queue of a listener is full, so the kernel drops what comes; it would try again after a second."""
+    """The listener's queue is full, so the kernel drops packets; it would retry only after a second."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(0)
@@ -140,12 +140,12 @@ def test_a_doorman_answers_until_the_socket_is_handed_on():
     other.sendall(b"hello")
     other.settimeout(PATIENCE)
     try:
-        assert other.recv(10) == b""  # hung up on
+        assert other.recv(10) == b""  # the server hung up
     except ConnectionResetError:
         pass
     for _ in range(3):
         assert greet(PATIENCE).door is Door.STARTING
     assert doorman.hand_on() is sock
-    assert greet(0.2) is greeting.SILENT  # it waits in the queue for whoever has the socket now
+    assert greet(0.2) is greeting.SILENT  # it waits in the queue for whoever holds the socket now
     for each in (silent, other, sock):
         each.close()

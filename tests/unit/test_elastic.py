@@ -1,4 +1,4 @@
-"""The cores of sessions: who is right after a loss, slots of memory, a rank's own state, records of a set-up."""
+"""The cores of sessions: which ranks are right after a loss, memory slots, a rank's own state, records of a set-up."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parameters_that_differ_at_the_start_are_an_error() -> None:
     with torch.no_grad():
         net.weight[1, 1] += 1e-3
     assert Objects([net]).fingerprint() != before
-    # Parts of one flat tensor, which begin anywhere in it.
+    # Parts of one flat tensor, which start anywhere in it.
     after = Objects([net]).fingerprint()
     flat = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
     torch.nn.utils.vector_to_parameters(flat, net.parameters())
@@ -108,7 +108,7 @@ print(peak() - before)
 
 
 def test_a_fingerprint_takes_no_memory() -> None:
-    """It did take eight times that of all parameters, at the start of each session."""
+    """It once took eight times the memory of all parameters, at the start of each session."""
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4096 * 4096 * 4 / 1024
 
@@ -158,7 +158,7 @@ def test_who_lacks_a_snapshot_gets_its_own_copy_or_that_of_another_replica() -> 
 
 
 def test_what_a_step_began_with_is_restored_as_often_as_it_takes() -> None:
-    """CyclicLR and ChainedScheduler take parts out of the state that they load."""
+    """CyclicLR and ChainedScheduler remove parts of the state that they load."""
     net = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, step_size_up=3)
@@ -231,7 +231,7 @@ def test_a_newcomer_takes_the_longest_timeout_of_each_of_its_groups() -> None:
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=5), st.data())
 def test_a_torn_slot_is_never_used(kept: list[bytes], data: st.DataObject) -> None:
-    """The last write stops anywhere: the one before it is found, or the last if all of it is there."""
+    """The last write stops anywhere: the previous slot is found, or the last one if it is complete."""
     slots = [bytearray(300), bytearray(300)]
     for number, each in enumerate(kept, 1):
         slot = memory.packed(number, each)
@@ -339,7 +339,7 @@ def test_a_rank_that_died_behind_its_last_collective_continues_in_the_next_step(
     now, after = told.at(7), told.at(8)
     assert now is not None and after is not None
     assert (now.place.batch, now.buffers) == (3, b"bn") and now.random.equals(first)
-    # It begins with the body of the same batch, of which one step is complete.
+    # It starts with the body of the same batch, one step of which is complete.
     assert (after.place.batch, after.place.done, after.buffers) == (3, 1, b"later bn")
     assert after.random.equals(first) and after.newest.equals(later)
     assert after.place.begun is not None and after.place.begun.equals(first)

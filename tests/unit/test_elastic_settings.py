@@ -1,4 +1,4 @@
-"""What a step may change before it communicates is as it was when the step is repeated."""
+"""Whatever a step may change before it communicates is restored when the step is repeated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULERS = {
 
 
 def rates(make: Any, *, rate: Any, repeats: int) -> list[Any]:
-    """Of six steps, the third of which is repeated."""
+    """The rates of six steps; step 3 is repeated."""
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=rate)
     scheduler = make(optimizer)
     settings = Settings([optimizer], [optimizer, scheduler])
@@ -47,7 +47,7 @@ def rates(make: Any, *, rate: Any, repeats: int) -> list[Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore")  # the schedulers' own
+@pytest.mark.filterwarnings("ignore")  # warnings of the schedulers themselves
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_scheduler_that_is_stepped_again(name: str, *, as_tensor: bool) -> None:

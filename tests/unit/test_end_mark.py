@@ -1,4 +1,4 @@
-"""The mark of a job that has ended well: who is told, and who comes for a new job."""
+"""The mark of a job that has ended well: which nodes are told, and which have come for a new job."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ def mark(folder: Path, host: str, *, shared: bool = False) -> EndMark:
 
 
 def play(folder: Path, *hosts: str, well: bool = True) -> None:
-    """A job of these hosts."""
+    """Run a job with these hosts."""
     marks = [mark(folder, host) for host in hosts]
     for each in marks:
         each.come()
@@ -52,7 +52,7 @@ def test_a_job_that_failed_leaves_nothing(folder: Path) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["local", "network"])
 def test_a_mark_is_void_after_a_while(folder: Path, shared: bool) -> None:
-    """On a network file system, too, where a look changes the time of a key's folder."""
+    """Also on a network file system, where a look changes the time of a key's folder."""
     play(folder, "a")
     (ended,) = folder.glob("*ended*/[0-9]*")
     changed = ended.stat().st_mtime - ENDED_FOR - 1
@@ -71,7 +71,7 @@ def test_a_store_that_cannot_be_reached_is_somebody_elses_concern() -> None:
 
 
 class _Interrupted(MemoryStore):
-    """Another node does something before the operation with this number."""
+    """Before the operation with this number, another node does something."""
 
     def __init__(self, beneath: MemoryStore, number: int, other: Callable[[], None]) -> None:
         self._values, self._changed = beneath._values, beneath._changed
@@ -110,7 +110,7 @@ def _jobs_of(store: MemoryStore) -> Callable[..., EndMark]:
 
 
 def _interleavings() -> Iterator[tuple[MemoryStore, EndMark]]:
-    """Two jobs of a and b have ended; now a comes, and b in the middle of that, before each operation of a."""
+    """Two jobs of a and b have ended; now a comes, and b comes just before one of a's operations, each of them in turn."""
     for number in itertools.count(1):
         store, called = MemoryStore(), []
         node = _jobs_of(store)
@@ -138,7 +138,7 @@ def test_nodes_that_come_at_the_same_moment_do_not_erase_each_other() -> None:
         a.leave(well=True)
         node = _jobs_of(store)
         for host in ("a", "b"):
-            node(host).come()  # each of them took part, so neither is told
+            node(host).come()  # both took part, so neither is told
     assert tried >= 5
 
 

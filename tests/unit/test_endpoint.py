@@ -1,4 +1,4 @@
-"""Endpoints: every form that is allowed and what it means, every mistake and what is said about it."""
+"""Endpoints: every form that is allowed and what it means; every mistake and its message."""
 
 import contextlib
 import pickle
@@ -96,7 +96,7 @@ def test_a_default_port_is_for_hosts_without_one() -> None:
     assert endpoint.hosts == (HostPort("a", 29500), HostPort("b", 5))
 
 
-# text, backend, what the error says, what its example is.
+# Text, backend, what the error says, what its example is.
 BAD: list[tuple[str, str | None, str, str]] = [
     ("", None, "empty", "tcp://node0:29400"),
     ("  ", "etcd", "empty", "etcd://node0:2379"),
@@ -184,7 +184,7 @@ def test_every_mistake_is_told_with_an_example(
     assert (error.field, error.value) == ("--rdzv-endpoint", text)
     assert problem in error.problem
     assert error.hint == f"for example {example}"
-    # The example is one that works, with the backend that was asked for unless that was the mistake.
+    # The example works, with the requested backend unless that was the mistake.
     parse_endpoint(example)
 
 
@@ -252,7 +252,7 @@ _zones = st.sampled_from(["", "", "%eth0", "%25", "%251", "%1"])
 _v6 = st.builds(lambda address, zone: f"{address}{zone}", st.ip_addresses(v=6), _zones)
 _hosts = st.builds(HostPort, _names | st.ip_addresses(v=4).map(str) | _v6, st.integers(1, 65535))
 _host_lists = st.lists(_hosts, min_size=1, max_size=4).map(tuple)
-# Whatever can be written: no control characters; file names may hold stray bytes.
+# Whatever can be written: no control characters; file names may contain stray bytes.
 _texts = st.text(
     st.characters(exclude_categories=["Cc", "Cs"]) | st.sampled_from("%&=?#@:/+ [],"), min_size=1
 )

@@ -1,4 +1,4 @@
-"""What engines call a job and its nodes, as the report has it."""
+"""What engines call a job and its nodes, as the report shows it."""
 
 from __future__ import annotations
 

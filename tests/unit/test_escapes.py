@@ -1,4 +1,4 @@
-"""Messages that were made to get past a list: written by hand, instruction by instruction, and by chance."""
+"""Messages that are made to get past a list: written by hand, instruction by instruction, and at random."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rallypoint.rpc.serialization.tensor_reader import rebuild_coo
 
 HERE = __name__
 ran: list[Any] = []
-# Audit events that tell of files, processes and libraries.
+# Audit events about files, processes and libraries.
 WATCHED = ("open", "os.", "subprocess.", "ctypes.dlopen", "exec", "import", "shutil.", "socket.")
 CANARY = "/canary-of-the-escape-suite"
 
@@ -144,7 +144,7 @@ def name(module: str, what: str) -> bytes:
 
 
 def value(what: object) -> bytes:
-    """Instructions that push something plain."""
+    """Instructions that push a plain value."""
     return pickle.dumps(what, 2)[2:-1]
 
 
@@ -298,7 +298,7 @@ def test_indices_that_lead_beyond_a_tensor_are_refused() -> None:
 
 
 def test_two_lists_are_two() -> None:
-    """What may be rebuilt is not called, neither as a call nor while a message is read."""
+    """What may be rebuilt must not be called, neither as a call nor while a message is read."""
     found = payload.loads(program(name(HERE, "canary")), allowed=AllowList([f"{HERE}.canary"], []))
     assert not callable(found)
     for split in (SPLIT, AllowList([HERE], exported=True)):
@@ -331,7 +331,7 @@ def test_exported_is_callable_and_nothing_else() -> None:
             NotAllowed, match=r"mark it with @rpc.export, or add it to the option allowed_calls"
         ):
             sent(what)
-    # pickle refuses it: its name leads elsewhere. A hand that writes it does not.
+    # pickle refuses it, since its name leads elsewhere. A message written by hand can contain it.
     with pytest.raises(NotAllowed):
         call(payload.loads(program(name(HERE, "alike"), b")N\x87"), allowed=EXPORTED))
     for owner, method in (
@@ -384,7 +384,7 @@ VALUES: dict[str, Any] = {
     "number": np.float64(2),
     "module": torch.nn.Linear(1, 1),
 }
-# What no list of classes gives away.
+# What no list of classes gives access to.
 BEYOND = {
     "tensor": {"apply_", "map_", "data_ptr", "share_memory_", "new", "register_hook", "__reduce__"},
     "storage": {"from_file", "from_buffer", "data_ptr", "share_memory_", "_new_shared_cpu"},
@@ -432,7 +432,7 @@ def test_what_a_value_holds_is_no_method_of_its_own() -> None:
             allowed.method(held, method)
 
 
-# -- by chance -------------------------------------------------------------------------------------
+# -- at random -------------------------------------------------------------------------------------
 
 NAMES = [
     (HERE, "canary"),
@@ -501,7 +501,7 @@ instructions = st.one_of(
 )
 
 
-# It looks itself at what it is asked for.
+# It checks for itself what it is asked to call.
 OWN = (call_method,)
 REBUILT_ONLY = AllowList(HERES, [])
 ON = {NARROW: (Point.moved,), REBUILT_ONLY: (), EXPORTED: (exported, Actor)}

@@ -1,4 +1,4 @@
-"""Events: from the part that reports one to whoever subscribed, in order, and never at the cost of the job."""
+"""Events go from the part that reports one to every subscriber, in order, and never at the cost of the job."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""An exception as data: what a worker tells of the way it failed."""
+"""An exception as data: how a worker reports its failure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def handled_and_hidden() -> None:
 
 
 class Leave(SystemExit):
-    """As `fire` has its own."""
+    """As `fire` defines its own."""
 
 
 def left() -> None:
@@ -145,7 +145,7 @@ def test_runpy_is_left_out(tmp_path):
 
 
 class ApiError(Exception):
-    """As clients of web services have it: its attributes are those of the answer."""
+    """As in clients of web services: its attributes are the response's."""
 
     def __init__(self, body: dict) -> None:
         super().__init__("quota exceeded")
@@ -160,7 +160,7 @@ def answered_with_an_error() -> None:
 
 
 class Meddles(Exception):
-    """Nothing of it can be looked at."""
+    """Nothing in it can be inspected."""
 
     def __getattr__(self, name: str) -> object:
         raise KeyboardInterrupt
@@ -187,7 +187,7 @@ def test_an_exception_that_cannot_be_looked_at_is_told_by_its_type_and_line():
 
 
 def unwrapped() -> None:
-    """As anyio and trio hand on the one error of a group."""
+    """As anyio and trio re-raise the only error of a group."""
     try:
         raise BaseExceptionGroup("several", [SystemExit(3)])
     except BaseExceptionGroup as group:

@@ -1,4 +1,4 @@
-"""Who is to blame, and failures as data: what other nodes, torchelastic and report.json get to see."""
+"""Who is to blame, and failures as data: what other nodes, torchelastic and report.json see."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def failing(
     return failure(rank, raised=told, at=at, **changes)
 
 
-# As torch 2.13 words it when the process at the other end is gone.
+# torch 2.13's messages when the process at the other end is gone.
 LOST = [
     ("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Connection closed"
      " by peer [127.0.0.1]:31337. This may indicate a remote process is gone."),
@@ -206,7 +206,7 @@ def test_a_sigkill_is_a_cause_whatever_it_had_printed():
 
 
 def test_the_accused_is_named_before_those_that_accuse_it():
-    """All ranks of a distributed checkpoint raise the same: it says whose fault it is."""
+    """All ranks of a distributed checkpoint raise the same error, which says whose fault it is."""
     message = "CheckpointException ranks:dict_keys([2])\nTraceback: No space left on device"
     failures = [failing(rank, 1.0 + rank, "CheckpointException", message) for rank in range(4)]
     assert in_order_of_blame(failures)[0].rank == 2

@@ -1,4 +1,4 @@
-"""The command line taken apart: what is a flag, what is its value, what belongs to the script."""
+"""Parsing the command line: what is a flag, what is its value, what belongs to the script."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_dashes_end_the_flags_whatever_follows(written, arguments):
 
 @given(st.lists(st.one_of(st.text(max_size=6), st.sampled_from([f.name for f in FLAGS]))))
 def test_any_words_are_taken_apart_or_refused_by_name(words):
-    """No other exception than ours, and the end of the line is always the target."""
+    """Only our exception is raised, and the target is always the rest of the line."""
     taken, refused = None, ""
     try:
         taken = parse(words)
@@ -145,7 +145,7 @@ def test_a_beginning_finds_its_flag_or_names_all_it_could_be(flag, data):
     if whole is not None:
         assert find(beginning) is whole
         return
-    # torchrun's go first: what is short for one of them there is so here.
+    # torchrun's go first: an abbreviation of one of those means the same here.
     matches = [other for other in FLAGS if other.name.startswith(plain)]
     could_be = {other.name for other in matches if not other.own} or {each.name for each in matches}
     if len(could_be) == 1:

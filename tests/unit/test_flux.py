@@ -48,7 +48,7 @@ def test_a_task_of_flux_run() -> None:
 
 
 def test_both_spellings_of_a_job_are_one_job() -> None:
-    """A locale may differ between tasks: then Flux writes f for ƒ, or the bytes are no text."""
+    """Locales may differ between tasks: then Flux writes f for ƒ, or the bytes are not valid text."""
     for spelling in ("ƒ3ETxsR9H", "f3ETxsR9H", "\udcc6\udc923ETxsR9H"):
         it = found(FLUX | {"FLUX_JOB_ID": spelling})
         assert (it.run_id, it.master_port) == ("f3ETxsR9H", PORT)

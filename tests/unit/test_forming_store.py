@@ -1,4 +1,4 @@
-"""While a group is formed, one request finds the addresses of all ranks; what is found is not asked for again."""
+"""While a group forms, one request finds the addresses of all ranks; what was found is not requested again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: whatever way the bytes are cut, the same frames come out; whatever a peer claims, nothing is taken on trust."""
+"""Frames: however the bytes are cut, the same frames come out; whatever a peer claims, nothing is taken on trust."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ U32 = st.integers(0, 0xFFFFFFFF)
 SHARED = st.builds(
     Shared, st.integers(0, INLINE - 1), U32, st.integers(0, 2**64 - 1), st.integers(0, 2**20)
 )
-# What fits into the parser's own memory, and what does not.
+# Some fit into the parser's own memory, and some do not.
 SIZES = st.one_of(
     st.integers(0, 200),
     st.integers(READ_SIZE - 100, READ_SIZE + 100),
@@ -87,7 +87,7 @@ def cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def receive(parser: FrameParser, data: bytes, most: int) -> list[Frame]:
-    """As a socket would: no more at once than there is space, and than ``most``."""
+    """Feed as a socket would: at most ``most`` bytes at once, and no more than there is space for."""
     found: list[Frame] = []
     rest = memoryview(data)
     while rest:
@@ -100,7 +100,7 @@ def receive(parser: FrameParser, data: bytes, most: int) -> list[Frame]:
     return found
 
 
-# -- whatever way it is cut ------------------------------------------------------------------------
+# -- however it is cut -----------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -141,8 +141,8 @@ def test_byte_by_byte() -> None:
 
 @pytest.mark.parametrize("gap", [0, 1, 23, 24, 25, 47, 48, 49, 100])
 def test_a_frame_across_the_end_of_the_parsers_memory(gap: int) -> None:
-    # All but the last ``gap`` bytes are taken by the first two frames, so the third one's header, descriptors
-    # or payload lie across the end. The first is complete early: what follows must move to the front.
+    # The first two frames take all but the last ``gap`` bytes, so the third one's header, descriptors or payload
+    # lie across the end. The first is complete early: what follows must move to the front.
     first = Frame(1, 0, 1, 0, bytes(READ_SIZE // 2), [])
     second = Frame(2, 0, 2, 0, bytes(READ_SIZE // 2 - 2 * HEADER.size - gap), [])
     for third in (
@@ -163,7 +163,7 @@ def test_many_small_frames_are_read_at_once() -> None:
 
 
 def test_there_is_space_however_little_comes_at_a_time() -> None:
-    # A frame as long as the memory, behind one byte less than half of it: the space must not run out.
+    # A frame as long as the memory, after one a byte shorter than half of it: the space must not run out.
     sent = [
         Frame(1, 0, 1, 0, bytes(READ_SIZE // 2 - HEADER.size - 1), []),
         Frame(2, 0, 2, 0, filled(READ_SIZE - HEADER.size), []),
@@ -208,7 +208,7 @@ def test_large_buffers_are_received_straight_into_memory_that_was_allocated() ->
     parser = FrameParser(allocate=allocate)
     head = HEADER.size + len(sizes) * DESCRIPTOR.size + 1
     assert parser.feed(data[: head + 10]) == []
-    # Memory for the first alone: what a peer only announces takes nothing.
+    # Memory is taken for the first only, not for what a peer merely announces.
     assert [len(each) for each in lent] == sizes[:1]
     space = parser.space()
     assert space.obj is lent[0]
@@ -320,7 +320,7 @@ def test_frames_before_one_beyond_the_limits_are_not_delivered_twice() -> None:
 
 
 def test_what_is_only_announced_takes_no_memory() -> None:
-    # A bytearray would be cleared, byte by byte, for a header of 24 bytes.
+    # A bytearray would be zeroed, byte by byte, because of a header of 24 bytes.
     with open("/proc/self/statm") as statm:
         before = int(statm.read().split()[1])
         parsers = []
@@ -360,7 +360,7 @@ def test_random_bytes_give_frames_or_a_protocol_error_and_nothing_else(
             found += parser.feed(piece)
     except ProtocolError:
         return
-    # Whatever came out is what went in: written again, it is the beginning of the data, but for what is spare.
+    # Whatever comes out is what went in: written again, it is the start of the data, except for spare bytes.
     again = b"".join(map(written, found))
     assert len(again) <= len(data)
     assert [plain(each) for each in FrameParser(limits).feed(again)] == list(map(plain, found))

@@ -1,4 +1,4 @@
-"""What workers use of GPUs: against the driver's library, with and without a driver."""
+"""How much workers use GPUs: through the driver's library, with and without a driver."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from rallypoint.control.gpus import Gpus
 
 
 class Driver:
-    """Stands in for the driver of a host with GPUs; raises the errors of NVIDIA's library."""
+    """Replaces the driver on a host with GPUs; raises the errors of NVIDIA's library."""
 
     def __init__(self, gpus: list[dict[str, Any]]) -> None:
         self._gpus = gpus
@@ -78,7 +78,7 @@ def test_a_driver_that_does_not_answer_holds_up_nobody_who_must_not_wait(
     for _ in range(50):
         assert gpus.used_soon(asked, 0.01) == found
     assert time.monotonic() - began < 10 * pace()
-    assert len(calls) == 1  # one thread waits, and not one for each question
+    assert len(calls) == 1  # one thread waits, not one per question
     assert gpus.used_soon({1: frozenset({3})}, 0.01) == {}
     reading = gpus._reading
     answers.set()

@@ -1,4 +1,4 @@
-"""The guestbook over the memory store: who is told what, and who is turned away."""
+"""The guestbook over the memory store: which nodes are told what, and which are turned away."""
 
 import threading
 from dataclasses import replace
@@ -25,7 +25,7 @@ ME = Introduction(
 
 
 class Node:
-    """One node at a store that a node serves, or at one that nobody does (``place`` is empty)."""
+    """A node at a store that a node serves, or (``place`` is empty) at one that no node serves."""
 
     def __init__(self, store, name="host", secret=None, place="node0:29400", **differs) -> None:
         mine = replace(ME, node_id=name, host=name, **differs)
@@ -91,7 +91,7 @@ def test_who_cannot_go_with_the_host_is_turned_away_and_the_host_learns_who(stor
 
 
 def test_the_host_is_right_whoever_was_first(store):
-    """A node that came before the host had introduced itself waits for it."""
+    """A node that arrived before the host had introduced itself waits for that."""
     told = []
 
     def come() -> None:
@@ -141,7 +141,7 @@ def test_junk_and_crowds_do_no_harm(store):
 
 
 def test_an_introduction_that_a_stranger_moves_or_changes_turns_nobody_away(store):
-    """With a secret: a guest's own does not pass for the host's."""
+    """With a secret, a guest's own introduction does not pass for the host's."""
     secret = b"known to the members"
     Node(store, secret=secret).serve()
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""Which half-open connection makes room for a new one: never a member's, as long as strangers hold more than their share."""
+"""Which half-open connection makes room for a new one: never a member's, while strangers hold more than their share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint._core.half_open import FAIR, HalfOpen, room, source_of
 
 SOURCES = [f"10.0.0.{number}" for number in range(6)]
 Came = list[tuple[str, bool]]
-# Who comes, and whether one that is there goes by itself first.
+# Who comes, and whether one of those present leaves on its own first.
 comings = st.lists(st.tuples(st.sampled_from(SOURCES), st.booleans()), max_size=300)
 
 
@@ -52,7 +52,7 @@ def test_the_greediest_pays_with_its_oldest(came: Came, most: int) -> None:
     st.lists(st.sampled_from(SOURCES), max_size=60),
 )
 def test_whoever_comes_stays_for_a_while(later: list[str], most: int, before: list[str]) -> None:
-    """A bound in connections, so in time: at so many a second that strangers can make."""
+    """The bound is in connections, and so in time, given how many strangers can open per second."""
     held: HalfOpen[object] = HalfOpen(most)
     for number, source in enumerate(before):
         held.add(("before", number), source)
@@ -60,7 +60,7 @@ def test_whoever_comes_stays_for_a_while(later: list[str], most: int, before: li
     for number, source in enumerate(later):
         if held.add(number, source) == ("member", "same"):
             came = Counter(later[: number + 1])
-            # As many as fill the whole room, or, from its own address, more than a fair share.
+            # Enough to fill the whole room, or more than a fair share from its own address.
             assert number + 1 >= most or came["same"] >= FAIR
             return
 

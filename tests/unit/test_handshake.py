@@ -1,4 +1,4 @@
-"""The handshake over real sockets: strangers of every kind, and not one descriptor is left over from any."""
+"""The handshake over real sockets: strangers of every kind, and none of them leaves a descriptor behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _descriptors_are_returned() -> Iterator[None]:
 
 
 class Host:
-    """Who accepts: a Welcome, and what became of it."""
+    """The accepting side: a Welcome, and what became of it."""
 
     def __init__(self, sock: socket.socket, *, takes_side: bool = True, secret: bytes = SECRET):
         self.reasons: list[str] = []
@@ -65,7 +65,7 @@ class Host:
         self.is_over.set()
 
     def serve(self, seconds: float = 5.0) -> None:
-        """As the poller would, until it is over."""
+        """Serve as the poller would, until it is over."""
         until = time.monotonic() + seconds
         while not self.reasons and time.monotonic() < until:
             if select.select([self.welcome.sock], [], [], 0.05)[0]:
@@ -92,7 +92,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @contextlib.contextmanager
 def hosting(sock: socket.socket, **options: Any) -> Iterator[Host]:
-    """A host that serves meanwhile."""
+    """A host that serves in the meantime."""
     host = Host(sock, **options)
     thread = threading.Thread(target=host.serve)
     thread.start()
@@ -193,7 +193,7 @@ def test_bytes_that_come_one_by_one(pair: Pair, delay: float) -> None:
     middle.close()
 
 
-# -- who connects is wrong -------------------------------------------------------------------------
+# -- the connecting side is wrong ------------------------------------------------------------------
 
 
 def test_another_secret_is_refused_and_both_say_so(pair: Pair) -> None:
@@ -229,7 +229,7 @@ def test_who_leaves_in_the_middle(pair: Pair) -> None:
     host.welcome.on_ready(select.EPOLLIN, deque())
     ours.close()
     host.serve()
-    # Its hello was answered into nowhere: reset, or ended.
+    # The answer to its hello went nowhere: the connection was reset, or it ended.
     assert len(host.reasons) == 1
     assert host.reasons[0]
     assert host.peer is None
@@ -362,7 +362,7 @@ def test_a_side_socket_of_one_that_does_not_prove_itself(pair: Pair, end: str) -
 
 
 def test_a_descriptor_is_not_taken_from_who_has_no_use_for_one() -> None:
-    # TCP has none; a listener in this process wants none.
+    # TCP carries none; a listener in this process wants none.
     ours, theirs = socket.socketpair()
     with hosting(theirs, takes_side=False) as host, ours:
         peer, _, side, _ = introduce(ours, SECRET, A, Deadline(5.0), side=True)
@@ -385,7 +385,7 @@ def test_a_descriptor_that_came_is_not_inherited(pair: Pair) -> None:
         assert not host.side.get_inheritable()
 
 
-# -- who is connected to is wrong --------------------------------------------------------------------
+# -- the accepting side is wrong -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", [False, True])
@@ -398,7 +398,7 @@ def test_one_that_never_answers_is_given_up_in_time(pair: Pair, side: bool) -> N
 
 
 def test_one_that_answers_ever_so_slowly_is_given_up_in_time(pair: Pair) -> None:
-    # Each byte comes in time; all of them do not.
+    # Each byte is in time; all of them together are not.
     ours, theirs = pair
     talk = Accepting(SECRET, B, b"m" * 32)
     stopped = threading.Event()
@@ -460,7 +460,7 @@ def test_one_that_does_not_know_the_secret_is_told_and_not_believed(pair: Pair) 
     heard: list[bytes] = []
 
     def pretend() -> None:
-        # Whatever the proof was, it is taken; then its own is wrong.
+        # It takes whatever proof it gets; then its own is wrong.
         talk = Accepting(b"only a guess at it", B, b"m" * 32)
         theirs.sendall(talk.receive(theirs.recv(9000)))
         theirs.recv(9000)

@@ -1,4 +1,4 @@
-"""Whether workers that do nothing hang: how long they stand still, and what their stacks say."""
+"""Whether idle workers hang: how long they stand still, and what their stacks say."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_ranks_that_have_just_begun_to_wait_take_steps_that_need_little_cpu(
 
 
 def stepping(*last: int) -> list[dict[str, Any]]:
-    """Rank 0 is within a collective; of each rank, the number of the last one begun, which is done; 0: it does not say."""
+    """Rank 0 is in a collective. ``last``: the number of the last one that each rank started, and completed; 0: not known."""
     call = {"op": "all_reduce", "sizes": [[4]], "dtype": "Float", "done": True, "seconds": 0.0}
     group = {"name": "0", "about": "default_pg", "ranks": list(range(len(last)))}
     processes = [process(rank, *(COLLECTIVE if rank == 0 else ())) for rank in range(len(last))]
@@ -210,7 +210,7 @@ def test_for_how_long_nobody_has_begun_a_collective() -> None:
     assert still.look(0.0, {7, 8}, {}) == 0.0
     assert still.look(1.0, {7, 8}, {7: 3}) == 0.0
     assert still.look(5.0, {7, 8}, {7: 3, 8: 2}) == 0.0
-    assert still.look(9.0, {7, 8}, {7: 3}) == 4.0  # rank 8 does not answer: it begins nothing
+    assert still.look(9.0, {7, 8}, {7: 3}) == 4.0  # rank 8 does not answer, so it starts nothing
     assert still.look(10.0, {7, 8}, {7: 3, 8: 2}) == 5.0
     assert still.look(11.0, {7, 9}, {7: 4}) == 0.0
     assert still.look(12.0, {9}, {7: 4}) == 0.0

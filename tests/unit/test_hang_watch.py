@@ -25,7 +25,7 @@ PATIENCE = 30.0
 
 
 def process(rank: int, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """One that waits in torch's code if a call of it is not done."""
+    """A process that waits in torch's code if one of its calls is not done."""
     file = "script.py" if all(each["done"] for each in calls) else "/lib/torch/distributed/c10d.py"
     frames = [{"file": file, "line": 1, "function": "f"}]
     return {
@@ -40,7 +40,7 @@ def process(rank: int, calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.fixture
 def workers() -> Iterator[list[Any]]:
-    """Two that do nothing."""
+    """Two processes that do nothing."""
     started = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     with open(os.devnull) as line:
         yield [
@@ -58,7 +58,7 @@ def workers() -> Iterator[list[Any]]:
 
 
 class Asked:
-    """Answers who asks about the workers, and counts."""
+    """Answers the question about the workers, and counts."""
 
     def __init__(self, answer: Callable[[], Mapping[str, Any]]) -> None:
         self.times: list[float] = []
@@ -198,7 +198,7 @@ def test_another_hang_is_told_although_hardly_any_cpu_was_used_meanwhile(
 def test_a_rank_that_is_seen_in_a_collective_once_does_not_hang(
     workers: list[Any], steps: int
 ) -> None:
-    """Steps went on in the very moment of the look: the records show none that is pending."""
+    """Steps went on at the very moment of the look: the records show no pending collective."""
     frames = [{"file": "/lib/torch/distributed/distributed_c10d.py", "line": 1, "function": "f"}]
     call = {"op": "all_reduce", "sizes": [[4]], "dtype": "Float", "done": True, "seconds": 0.0}
     begun = itertools.count(1, steps)
@@ -273,7 +273,7 @@ def test_the_ranks_that_are_missing_are_told_once_they_are_known(
 def test_a_host_without_threads_or_descriptors_is_looked_at_later(
     lacks: str, workers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look that cannot be had must not end the job."""
+    """A failed look must not end the job."""
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("can't start new thread") if lacks == "threads" else OSError(24, "none")

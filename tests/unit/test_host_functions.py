@@ -53,7 +53,7 @@ def test_hosts_and_sizes_that_contradict(
 
 
 class Elsewhere:
-    """A cluster of a third party."""
+    """A third party's cluster."""
 
     def call_on_hosts(self, call: payload.Call, cfg: MultiprocessConfig) -> list[object]:
         return [(call.func(*call.args, **call.kwargs), cfg.world_size)]

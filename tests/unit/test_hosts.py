@@ -112,7 +112,7 @@ def test_a_long_line_is_searched_for_its_end_once(size: int) -> None:
     assert shown == b""
     assert made.take(0, 1, b"\nnext") == text + b"\n"
     assert made.take(0, 1, b"") == b"next\n"
-    # Milliseconds; 35 s when each byte was tried as the start of a line.
+    # Milliseconds; it took 35 s when each byte was tried as the start of a line.
     assert time.process_time() - before < 3
 
 
@@ -177,7 +177,7 @@ def test_what_is_printed_is_shown_in_order_while_nobody_waits(tmp_path: Path) ->
         output = TerminalOutput(terminal, None)
         assert output.takes(terminal) and output.takes(None) and not output.takes(sys.stdout)
         data = [str(each).encode().rjust(999) + b"\n" for each in range(2000)]
-        for each in data:  # far more than a pipe takes
+        for each in data:  # far more than a pipe holds
             output.put(terminal, each)
         output.put(None, b"dropped")
         ended = threading.Event()
@@ -210,7 +210,7 @@ def test_what_a_terminal_that_stands_still_has_not_taken_can_be_given_up(tmp_pat
             output.put(terminal, bytes(1 << 16))
         output.finish()
         output.close()
-        os.close(reads)  # the thread gets an error, and ends
+        os.close(reads)  # the thread gets an error and exits
 
 
 @pytest.mark.parametrize(

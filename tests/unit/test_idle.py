@@ -1,4 +1,4 @@
-"""Waiting for idle: whatever the order in which calls end and people begin to wait, nobody waits in vain."""
+"""Waiting for idle: in whatever order calls end and waits start, nobody waits in vain."""
 
 import threading
 import time

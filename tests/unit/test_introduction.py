@@ -1,4 +1,4 @@
-"""Introductions: what can be read of any bytes, and which two nodes go together."""
+"""Introductions: what can be read from any bytes, and which two nodes fit together."""
 
 from dataclasses import replace
 
@@ -95,7 +95,7 @@ def test_nodes_that_go_together_differ_in_nothing():
     ("other", "mine", "theirs", "field", "says", "hopeless"),
     [
         (replace(OTHER, run_id="more"), None, None, "--rdzv-id", "'more', of host-b", False),
-        # Of another job nothing else is compared.
+        # With another job's node, nothing else is compared.
         (replace(OTHER, run_id="more", nodes="9"), None, None, "--rdzv-id", "'more'", False),
         (
             replace(OTHER, run_id="more"),
@@ -109,7 +109,7 @@ def test_nodes_that_go_together_differ_in_nothing():
         (OTHER, b"a", b"b", "--secret-file", "host-b has another secret", False),
         (OTHER, b"a", None, "--secret-file", "this node has a secret and host-b has none", False),
         (OTHER, None, b"b", "--secret-file", "host-b has a secret and this node has none", False),
-        # Who does not know the secret cannot turn anybody away.
+        # A node that does not know the secret cannot turn anybody away.
         (replace(OTHER, nodes="3"), b"a", None, "--secret-file", "has none", False),
         (replace(OTHER, nodes="3"), None, None, "--nnodes", "2 here and 3 on host-b", True),
         (replace(OTHER, nodes="2:4"), None, None, "--nnodes", "2 here and 2:4 on host-b", True),

@@ -1,4 +1,4 @@
-"""What a supervisor says of its job while it waits for other nodes."""
+"""What a supervisor says about its job while it waits for other nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of what join and parallel offer: the error names the argument, its value, and what was expected."""
+"""Wrong arguments to join and parallel: the error names the argument, its value, and what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests by which ranks tell whether they hold the same."""
+"""Digests by which ranks tell whether they hold the same state."""
 
 from __future__ import annotations
 

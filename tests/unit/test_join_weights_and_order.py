@@ -1,4 +1,4 @@
-"""Join's parts: which gradients a factor reaches, what a batch's samples are, in which order members are matched."""
+"""Join's parts: which gradients a factor reaches, what a batch's samples are, and in which order members are matched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of a generation: order, holes, and entries that are withdrawn."""
+"""A generation's journal: order, holes, and entries that are withdrawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _records(store: MemoryStore) -> RecordStore:
 
 
 def _read(journal: Journal) -> list[str]:
-    """All that is there, without the empty entries."""
+    """All entries so far, without the empty ones."""
     found = []
     while (entry := journal.next(0.0)) is not None:
         found.append(str(entry["what"]))
@@ -59,7 +59,7 @@ def test_a_hole_of_a_writer_that_died_is_filled_and_the_writer_goes_on_behind_it
 def test_all_read_the_same_in_the_same_order_whatever_is_withdrawn(
     steps: list[tuple[int, str, int]],
 ) -> None:
-    """a: a node appends; w: it withdraws its oldest; r: a reader reads on."""
+    """a: a node appends an entry; w: it withdraws its oldest; r: a reader reads on."""
     store = MemoryStore()
     records = _records(store)
     readers = [Journal(records, 0, NODES) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_all_read_the_same_in_the_same_order_whatever_is_withdrawn(
 
 
 def _read_on(journal: Journal) -> list[str]:
-    """As :func:`_read`; a reader that begins again has nothing at first."""
+    """Like :func:`_read`, twice: a reader that starts again has nothing at first."""
     return _read(journal) + _read(journal)
 
 
@@ -108,7 +108,7 @@ def test_what_is_written_after_all_keys_were_lost_is_read(before: int, after: in
     for what in new[2:]:
         Journal(records, 0).append({"what": what})
     found += _read_on(reader)
-    # A reader that finds an entry at its old place reads that first.
+    # A reader that finds an entry at its old place reads that one first.
     assert (sorted(found) if after > before else found) == new
     assert reader.was_lost
 
@@ -208,7 +208,7 @@ def test_questions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
     thread.join(60)
     left, last = set(store._values), before ^ set(store._values)
     assert {key.rpartition("/")[2] for key in last} == {"1", "300"}, "only the last one stays"
-    # Nobody answers, or too late.
+    # Nobody answers, or the answer is too late.
     monkeypatch.setattr(node_questions, "OWN_PATIENCE", 0.0)
     for number in range(20):
         assert asks.ask({"n": number}, 0.0) == {1: None}
@@ -221,7 +221,7 @@ def test_questions_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
-    """A hole before it would hold it up for a lease, and with it whatever another node tells."""
+    """A hole before it would hold it up for a lease, and with it whatever another node reports."""
     store = MemoryStore()
     asks = NodeQuestions(Round(0, 0, 2), lambda: _records(store))
     assert asks.ask({}, 0.0) == {1: None}
@@ -239,7 +239,7 @@ def test_a_question_stays_until_this_nodes_own_reader_has_come_by() -> None:
 
 
 def test_a_question_stays_until_the_next_one() -> None:
-    """A node that was stopped when it was asked comes by it later. Who is no member asks as others do that it does not know."""
+    """A node that was stopped when it was asked reads it later. Outsiders ask alike, without knowing of one another."""
     store = MemoryStore()
     late = Journal(_records(store), 0, 2)
     for _ in range(3):
@@ -282,7 +282,7 @@ def test_a_reader_that_is_behind_reads_many_entries_at_once_and_a_single_one_alo
         writer.append({"what": f"{number}"})
     assert _read(reader) == [f"{number}" for number in range(1, 1000)]
     assert reader._records.operations < 1000 / MAX_AHEAD + 20
-    # Nothing comes for a while; then entries are single again.
+    # Nothing arrives for a while; then entries are read one at a time again.
     before = reader._records.operations
     writer.append({"what": "later"})
     assert reader.next(1.0) is not None

@@ -1,4 +1,4 @@
-"""Whether the nodes of a round keep their workers: a table, and what holds for any records."""
+"""Whether a round's nodes keep their workers: a table, and what holds for any records."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_whose_records_newcomers_rely_on():
     assert not any(more.relies_on(rank, 4) for rank in (1, 2, 3))
     fewer = Kept(keepers=frozenset({2, 3}), replaced=0, port=0, copies=3)
     assert [fewer.relies_on(rank, 4) for rank in (2, 3)] == [True, True]
-    # With one that lacks records, as a process there is on its way to the session, it is the other one alone.
+    # If one keeper lacks records, as a process there is on its way to the session, newcomers rely on the other one only.
     one = Kept(keepers=frozenset({1, 2}), replaced=0, port=0, copies=4, lacking=frozenset({2}))
     assert [one.relies_on(rank, 4) for rank in (1, 2)] == [True, False]
     assert not Kept(keepers=frozenset({1, 2}), replaced=0, port=29500).relies_on(1, 3)

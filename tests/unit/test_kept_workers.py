@@ -1,4 +1,4 @@
-"""What a supervisor tells people about the losses of a session."""
+"""What a supervisor tells people about a session's losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_who_was_lost_before_all_had_met_is_back_too(kept: KeptWorkers, said: li
     for _ in range(2):
         kept.note_recovery(met(2), 2)
     assert said[-1].startswith("ranks 1, 3 are back at step 7 (repeated): all met in 100 ms")
-    # The next loss begins anew.
+    # The next loss starts a new count.
     lose(kept, [3], 3)
     for _ in range(2):
         kept.note_recovery(met(3), 2)

@@ -19,7 +19,7 @@ from rallypoint.elastic.communication.works import (
 
 
 class Stuck(dist.Work):
-    """As Gloo's works: a wait with a time-out raises, and the work goes on."""
+    """Like Gloo's works: a wait with a timeout raises, and the work goes on."""
 
     def __init__(self) -> None:
         super().__init__()

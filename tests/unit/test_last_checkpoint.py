@@ -1,4 +1,4 @@
-"""The checkpoint at the end of a session, where another one is still being written."""
+"""The checkpoint at the end of a session, while another one is still being written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.elastic.loops.rng import RandomState
 
 
 class Slow(Checkpoints):
-    """Begins to write only once it may."""
+    """Starts to write only when it is allowed to."""
 
     def __init__(self, where: Path) -> None:
         super().__init__(where, every=2, keep=3)
@@ -60,4 +60,4 @@ def test_nothing_is_written_after_a_session_without_a_step(tmp_path: Path) -> No
     second.begin([model], 0, 1, None)
     loaded = second.load()
     assert loaded is not None
-    second.end(own_at(loaded.record.step))  # would wait for ever if it wrote
+    second.end(own_at(loaded.record.step))  # would wait forever if it wrote

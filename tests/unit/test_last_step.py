@@ -8,7 +8,7 @@ from rallypoint.elastic.checkpointing.last_step import LastStep, is_last
 
 
 class Notes:
-    """A board that all share."""
+    """A board that all ranks share."""
 
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}
@@ -44,7 +44,7 @@ def test_alone_it_is_here() -> None:
 def test_all_ranks_stop_at_the_same_boundary(
     told: list[int], bodies: list[int], order: object
 ) -> None:
-    """Ranks pass the boundaries in any order, but none is a body ahead of another."""
+    """Ranks pass the boundaries in any order, but none gets a whole body ahead of another."""
     notes, size = Notes(), len(told)
     ranks = [LastStep(notes, rank, size) for rank in range(size)]
     stopped: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Signals that come while a supervisor ends, and what it expects of a machine before torch has counted its devices."""
+"""Signals that arrive while a supervisor exits, and what it expects of a machine before torch has counted its devices."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_a_command_has_ended_when_its_job_has(node) -> None:
     [
         (None, "cuda", 1, None),
         (None, "cuda", 4, "1"),
-        (None, "cuda", 0, "1"),  # it cannot be told
-        (None, None, 1, "1"),  # a worker for each CPU, if torch finds no device
+        (None, "cuda", 0, "1"),  # the count cannot be determined
+        (None, None, 1, "1"),  # one worker per CPU, if torch finds no device
         (1, None, 1, None),
         (2, None, 1, "1"),
     ],

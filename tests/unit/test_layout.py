@@ -16,7 +16,7 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(world: int) -> list[tuple[int, int, int, int, int]]:
-    """Every (pp, dp, cp, tp, ep) of so many ranks."""
+    """Every (pp, dp, cp, tp, ep) for that many ranks."""
     return [
         (pp, dp, cp, tp, ep)
         for pp in divisors(world)
@@ -27,7 +27,7 @@ def layouts(world: int) -> list[tuple[int, int, int, int, int]]:
     ]
 
 
-# Larger worlds have more factorisations, not other ones.
+# Larger worlds have more factorizations, not different ones.
 WORLDS = [
     each if each <= 24 or each in {30, 32, 64} else pytest.param(each, marks=pytest.mark.long)
     for each in range(1, 65)
@@ -39,7 +39,7 @@ def test_every_factorisation_is_what_counting_by_hand_gives(world: int) -> None:
     for pp, dp, cp, tp, ep in layouts(world):
         layout = ParallelLayout(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         assert layout.world_size == world
-        # Ranks are dealt out in nested loops, the innermost of them tp.
+        # Ranks are assigned in nested loops, tp innermost.
         place = {}
         for rank, (a, b, c, d) in enumerate(
             itertools.product(range(pp), range(dp), range(cp), range(tp))

@@ -1,4 +1,4 @@
-"""Which packages the next workers have imported when they start."""
+"""Which packages the next workers have already imported when they start."""
 
 from __future__ import annotations
 

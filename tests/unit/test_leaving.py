@@ -1,4 +1,4 @@
-"""Who has left the loop, and whether that was all."""
+"""Which ranks have left the loop, and whether that was all of them."""
 
 import pytest
 from hypothesis import given, strategies as st

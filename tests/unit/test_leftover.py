@@ -1,4 +1,4 @@
-"""Gradients that a step left: those that are thrown away are of no interest, those that are used later are."""
+"""Gradients that a step leaves: those thrown away later do not matter, those used later do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rallypoint.elastic.state.objects import Objects
 
 
 class Training:
-    """A net whose steps may leave the optimizer's out."""
+    """A net whose steps may omit the optimizer's step."""
 
     def __init__(self) -> None:
         self.net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -56,7 +56,7 @@ def it() -> Training:
 def test_what_is_thrown_away_before_the_next_pass_is_not_used(it: Training, zero: str) -> None:
     throw = getattr(it, zero)
     for _ in range(3):
-        # In the midst of a step, as late as it can be; and several passes in one step.
+        # In the middle of a step, as late as possible; and several passes in one step.
         assert not it.step(lambda: it.net(torch.ones(1, 2)), throw, it.backward, it.backward)
     assert not it.step(throw, it.backward, it.optimizer.step)
 
@@ -132,7 +132,7 @@ def test_gradients_that_are_not_finite_are_used_by_nobody(it: Training) -> None:
 
 
 def test_no_hook_is_left_behind(it: Training) -> None:
-    # As DDP holds them.
+    # DDP holds them in the same way.
     nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in it.net.parameters()]
     it.step(it.backward)
     it.step(lambda: None)

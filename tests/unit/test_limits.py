@@ -1,4 +1,4 @@
-"""Limits of the system, where they cannot be read."""
+"""The system's limits, where they cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines over real sockets, plain and within TLS: full ones, broken ones, many threads at once."""
+"""Lines over real sockets, plain and within TLS: full ones, broken ones, and many threads at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rallypoint.wire.line import PATIENCE, Closed, Line
 from rallypoint.wire.tls import new_line
 
 
-# More than any socket's memory.
+# More than any socket buffer holds.
 LARGE = 8 << 20
 
 
@@ -36,7 +36,7 @@ class Ends:
         self.a, self.b = new_line(a, FrameParser(), kind), new_line(b, FrameParser(), kind)
 
     def receive(self, count: int, line: Line | None = None) -> list[Frame]:
-        """So many frames at the other end."""
+        """That many frames, received at the other end."""
         found: list[Frame] = []
         until = time.monotonic() + 20.0
         while len(found) < count:
@@ -45,7 +45,7 @@ class Ends:
         return found
 
     def fill(self) -> None:
-        """Until the kernel takes no more."""
+        """Send until the kernel takes no more."""
         while self.a.send(encode(99, 0, bytes(10_000))):
             pass
 
@@ -90,7 +90,7 @@ def test_a_full_socket_makes_nobody_wait_and_loses_nothing(ends: Ends) -> None:
     assert not ends.a.send(encode(1, 1, b"", [memoryview(large)]))
     assert not ends.a.send(encode(1, 2, b"two"))
     assert not ends.a.send(encode(1, 3, b"three", [memoryview(b"x"), memoryview(b"y")]))
-    # Once, when it fills up; and when it can be asked again, not under the lock.
+    # Called once, when the line fills up, and not under the lock, so that it may ask the line.
     assert calls == [True]
     assert not ends.a.flush()
     found: list[Frame] = []
@@ -114,7 +114,7 @@ def test_a_frame_of_more_pieces_than_the_kernel_takes_at_once(ends: Ends) -> Non
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_pieces_of_no_bytes_and_of_larger_items(ends: Ends, is_full: bool) -> None:
-    # An empty piece at the end of a full line must not be tried for ever; items are counted in bytes.
+    # An empty piece at the end of a full line must not be retried forever; items are counted in bytes.
     if is_full:
         ends.fill()
     numbers = memoryview(array.array("q", range(100)))
@@ -152,7 +152,7 @@ def test_what_is_sent_is_held_until_it_is_sent_and_no_longer(ends: Ends) -> None
 
 
 def test_what_has_been_sent_is_let_go_while_more_is_to_be_sent(ends: Ends) -> None:
-    """A peer that is always a little behind: the outbox is never empty."""
+    """The peer is always a little behind, so the outbox is never empty."""
 
     class Tensor:
         pass
@@ -194,7 +194,7 @@ def test_frames_of_many_threads_do_not_mix_and_each_threads_keep_their_order(end
     def send(sender: int) -> None:
         ready.wait()
         for number in range(each_sends):
-            # Small ones, and some larger than the socket, so that the line fills up again and again.
+            # Small ones, and some larger than the socket buffer, so that the line fills up again and again.
             size = 300_000 if number % 17 == sender else number
             data = bytes([sender]) * size
             ends.a.send(encode(sender, number, data, [memoryview(data)] if number % 3 else []))
@@ -297,7 +297,7 @@ def test_damage_is_told_from_an_end() -> None:
 
 
 def test_reading_now_does_not_let_a_thread_run_that_computes() -> None:
-    """It would keep the interpreter's lock for 5 ms: with each read, a call to a busy process took that much longer."""
+    """It would keep the interpreter's lock for 5 ms per read: a call to a busy process took that much longer."""
     ends = Ends("plain")
     began, over, turns = threading.Lock(), False, 0
     began.acquire()
@@ -310,7 +310,7 @@ def test_reading_now_does_not_let_a_thread_run_that_computes() -> None:
 
     busy = in_thread(compute)
     before = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # only a thread that gives the lock away loses it
+    sys.setswitchinterval(1000)  # only a thread that releases the lock loses it
     try:
         began.release()
         for _ in range(1000):
@@ -331,7 +331,7 @@ def test_reading_now_does_not_let_a_thread_run_that_computes() -> None:
 
 @pytest.fixture
 def alarms() -> Iterator[itertools.count[int]]:
-    """A signal every few milliseconds, as a profiler sends them; its handler counts."""
+    """A signal every few milliseconds, as profilers send them; its handler counts."""
     count = itertools.count()
     before = signal.signal(signal.SIGALRM, lambda *_: next(count))
     signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
@@ -383,7 +383,7 @@ def test_an_end_that_the_other_side_made_is_told_by_everything(ends: Ends, act: 
             case "send":
                 ends.a.send(encode(1, 1, b"x"))
             case "send more":
-                # Only put behind what is left: noticed by who sends that.
+                # Only queued behind the rest; the thread that sends the rest notices the end.
                 assert not ends.a.send(encode(1, 1, b"x", [memoryview(b"y")]))
                 ends.a.flush()
             case "flush":
@@ -444,7 +444,7 @@ def test_an_end_of_our_own_wakes_who_pushes(ends: Ends) -> None:
 
 
 def test_a_lines_memory_goes_when_it_is_closed() -> None:
-    # A quarter of a megabyte for each connection that there was: no collection is waited for.
+    # A quarter of a megabyte per connection is released at once, without waiting for a collection.
     a, b = socket.socketpair()
     line = Line(a, FrameParser())
     line.on_full = partial(print, line)
@@ -460,7 +460,7 @@ def test_a_lines_memory_goes_when_it_is_closed() -> None:
 
 
 def test_a_push_that_the_end_overtakes_says_so(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Another thread notices that the peer is gone and gives the socket back, between two looks of ours.
+    # Between two of our checks, another thread notices that the peer is gone and gives the socket back.
     ends.fill()
     flush = ends.a.flush
 

@@ -1,4 +1,4 @@
-"""System calls that not every Python has: with Python's own function, and without."""
+"""System calls that not every Python offers: with Python's own function, and without."""
 
 from __future__ import annotations
 

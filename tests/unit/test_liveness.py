@@ -1,4 +1,4 @@
-"""Who is lost, how soon it is noticed, and that nobody is declared dead who lives."""
+"""Which nodes are lost, how soon that is noticed, and that no live node is declared dead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.alone
 LEASE = 0.8 * pace()
 BEAT = LEASE / BEATS
 CODEC = Codec("job")
-# What a busy machine may add.
+# Seconds that a busy machine may add.
 SLACK = 0.5 * pace()
 
 
@@ -46,7 +46,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 class Watcher:
-    """A pulse, what it has told, and when."""
+    """A pulse, what it has reported, and when."""
 
     def __init__(self, store: MemoryStore, name: str = "me", lease: float = LEASE) -> None:
         self.losses: queue.Queue[tuple[float, Loss]] = queue.Queue()
@@ -84,7 +84,7 @@ def watcher(store: MemoryStore) -> Iterator[Watcher]:
 
 @pytest.fixture
 def beats(store: MemoryStore) -> Iterator[Callable[[str], threading.Event]]:
-    """``beats(name)``: that node beats from now on, until the event that is returned is set."""
+    """``beats(name)``: from now on that node beats, until the returned event is set."""
     started: list[tuple[threading.Thread, threading.Event]] = []
     records = RecordStore(store, CODEC)
 
@@ -111,7 +111,7 @@ def beats(store: MemoryStore) -> Iterator[Callable[[str], threading.Event]]:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a watch post; the port is the first line of what it says."""
+    """A process with a watch post; the first line it prints is the port."""
     code = (
         "import sys\n"
         "from rallypoint.rendezvous.liveness import WatchPost\n"
@@ -249,7 +249,7 @@ def test_who_has_left_and_then_ends_was_not_killed(store, watcher, child) -> Non
 
 
 def test_a_refused_connection_is_no_proof_while_its_beat_moves(watcher, beats) -> None:
-    """The address may be another host's here."""
+    """Here, the address may be another host's."""
     stop = beats("other")
     watcher.pulse.watch([neighbour("other", closed_port())])
     assert watcher.quiet_for(2 * LEASE)
@@ -261,7 +261,7 @@ def test_a_refused_connection_is_no_proof_while_its_beat_moves(watcher, beats) -
 
 
 def test_a_connection_that_breaks_is_no_proof_while_the_next_one_holds(watcher, beats) -> None:
-    """A firewall forgets connections, say."""
+    """Firewalls forget connections, for example."""
     beats("other")
     with socket.create_server(("127.0.0.1", 0)) as post:
         post.settimeout(5)
@@ -304,7 +304,7 @@ def test_a_name_server_that_does_not_answer_keeps_no_node_silent(
     before = records.look(["beat/me"])[0] or {"beat": 0}
     assert watcher.quiet_for(2 * LEASE)
     after = records.look(["beat/me"])[0] or {"beat": 0}
-    assert after["beat"] - before["beat"] >= BEATS  # twice as many would be none too late
+    assert after["beat"] - before["beat"] >= BEATS  # twice as many if none were late
     answers.set()
     wait_for_lookups()
     time.sleep(2 * BEAT)
@@ -329,14 +329,14 @@ def test_a_post_stays_open_however_often_it_was_called(beats) -> None:
             line.settimeout(5)
             assert line.recv(1) == b""
     except ConnectionResetError:
-        pass  # hung up on: as good
+        pass  # hung up on, which is as good
     finally:
         post.close()
     post.close()
 
 
 def test_strangers_at_a_post_cost_it_no_more_than_its_room(monkeypatch) -> None:
-    """And a watcher from elsewhere stays connected, however many there are."""
+    """And a watcher from elsewhere stays connected, however many strangers there are."""
     monkeypatch.setattr("rallypoint.rendezvous.held_lines.room", lambda *_: 40)
     before = len(os.listdir("/proc/self/fd"))
     post = WatchPost()
@@ -376,7 +376,7 @@ def test_a_watcher_that_is_cut_off_again_and_again_loses_nobody(watcher, beats) 
         assert watcher.quiet_for(2 * LEASE)
         stop.set()
         thread.join()
-        # Once for each beat, and not as fast as it goes.
+        # Once per beat, not as fast as possible.
         assert 2 <= came <= 2 * 2 * BEATS + 4
     assert watcher.loss(5)[1].certain, "now nobody listens"
 
@@ -392,7 +392,7 @@ def test_a_post_that_is_closed_ends_the_lines_to_it() -> None:
         try:
             assert line.recv(1) == b""
         except ConnectionResetError:
-            pass  # it stood in the queue
+            pass  # it was still in the queue
 
 
 # -- the store ------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_a_store_that_cannot_be_reached_at_all_is_told() -> None:
     pulse = Pulse(refuse, "me", LEASE, lambda _: None, told.append)
     pulse.start()
     pulse.stop(leaving=False, timeout=5)
-    assert len(told) <= 1  # a pulse that is stopped at once need not tell
+    assert len(told) <= 1  # a pulse that is stopped at once need not report
 
 
 def test_stopping_is_quick_and_says_nothing(store) -> None:
@@ -456,7 +456,7 @@ def certain_losses(watcher: Watcher, names: set[str]) -> None:
 
 
 def test_all_that_were_killed_together_are_known_to_have_ended(watcher, beats) -> None:
-    """Each by its refused port, though all of them fall silent at the same time."""
+    """Each is known by its refused port, though all of them fall silent at the same time."""
     dead = [neighbour(name, closed_port(), rank) for rank, name in enumerate("abcd", 1)]
     watcher.pulse.watch(dead, dead)
     certain_losses(watcher, set("abcd"))
@@ -484,7 +484,7 @@ def test_while_proof_is_wanted_silence_is_no_loss(watcher, child) -> None:
 
 
 def test_a_connection_that_was_cut_before_anybody_looked_proves_the_end_as_well() -> None:
-    """A process that is killed while it is being connected to: its port goes a moment after the connection."""
+    """A process is killed while a watcher connects to it: its port disappears a moment after the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         line = liveness._Line(Neighbour(node_id="a", rank=0, host="here", addr=("127.0.0.1", port)))

@@ -1,4 +1,4 @@
-"""Generators that loaders have for themselves: a process that begins in the midst of the training finds them as they were."""
+"""Loaders' own generators: a process that joins in the middle of the training finds them as they were."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def one_kept_one_new() -> Callable[[int], Sequence[Loader]]:
 
 
 class Counting:
-    """As loaders of frameworks: it counts its iterations, its order depends on that, and its generator exists only then."""
+    """As in frameworks: it counts its iterations, its order depends on the count, and its generator is made only then."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.sampler = seed, SequentialSampler(DATA)
@@ -99,7 +99,7 @@ def drawn(each: Loader) -> list[list[int]]:
 def test_a_newcomer_draws_what_the_lost_one_would_have(
     kind: Callable[[], Callable[[int], Sequence[Loader]]], epoch: int, loop: int, begun: bool
 ) -> None:
-    """It begins before a loop of an epoch, or within."""
+    """It starts before an epoch's loop, or within it."""
     first, told, script = LoaderGenerators(), (), kind()
     expected = []
     at, begins, states = (), False, ()

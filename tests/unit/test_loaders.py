@@ -1,4 +1,4 @@
-"""Which loaders a script's batches come from, whatever stands around them."""
+"""Which loaders a script's batches come from, whatever wraps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of one rank: which ones are taken, and that they come back as they were."""
+"""Values of one rank: which ones are accepted, and that they come back unchanged."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Follower:
         self.lines: list[str] = []
 
     def ask(self, *, arrives: bool = True, fails: bool = False) -> None:
-        """``arrives``: its answer comes. ``fails``: nobody's does."""
+        """``arrives``: its answer arrives. ``fails``: nobody's does."""
         self.number += 1
         question = {"reader": "me", "number": self.number, "missed": self.missed}
         answer = self.readers.answer(self.folder, question, 3)
@@ -221,7 +221,7 @@ def test_who_follows_another_node_hears_each_line_once_whatever_is_missed(steps:
                     with (folder / "stdout.log").open("a") as file:
                         file.write(f"{written[-1]}\n")
                 case "restart":
-                    follower.ask()  # of an older generation, only who has begun with it hears the rest
+                    follower.ask()  # only its followers hear the rest of an older generation
                     generation += 1
                 case _:
                     follower.ask(arrives=step == "ask", fails=step == "failed")

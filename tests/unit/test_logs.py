@@ -1,4 +1,4 @@
-"""One stream through the relay: whatever the pieces it comes in, the same goes out."""
+"""One stream through the relay: whatever pieces it arrives in, the same bytes go out."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def test_no_stream_is_lost_unless_asked(which, has_folder, tee, redirects, ranks
         assert not (route.to_file and not has_folder)
         if has_folder and (teed or redirects == "3"):
             assert route.to_file
-        # What is not in a file alone is on the console, unless its rank is to be silent.
+        # Output that is not only in a file is on the console, unless its rank is to be silent.
         assert in_file_alone or route.shown == (ranks is None or rank in ranks)
-        # The report wants the end of stderr: from the file, or as it passes by.
+        # The report wants the end of stderr: from the file, or as it passes through.
         if which is Streams.ERR:
             assert route.relayed or route.to_file

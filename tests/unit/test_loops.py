@@ -1,4 +1,4 @@
-"""Loops over batches that a session cannot tell apart are refused; those that follow each other are told apart."""
+"""Loops over batches that a session cannot tell apart are refused; consecutive loops are told apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members' records, and the journal of a dynamic group under random schedules of joiners, deaths and readers."""
+"""Members' records, and a dynamic group's journal under random schedules of joiners, deaths and readers."""
 
 import json
 from collections.abc import Iterator
@@ -277,7 +277,7 @@ def test_device_maps_are_checked_between_the_newcomer_and_those_concerned() -> N
 def test_a_hole_is_filled_after_the_grace_and_not_before() -> None:
     first = decide_holes(10.0, {}, [5, 4])
     assert first.fill == () and first.look_at == 10.0 + HOLE_GRACE
-    second = decide_holes(10.5, first.since, [5, 6])  # 4 has come
+    second = decide_holes(10.5, first.since, [5, 6])  # 4 has arrived
     assert second.fill == () and second.since == {5: 10.0, 6: 10.5}
     third = decide_holes(11.0, second.since, [5, 6])
     assert third.fill == (5,) and third.look_at == 11.5
@@ -310,7 +310,7 @@ class World:
 
 @dataclass
 class Process:
-    """Writes entries in two steps, reads and fills holes; every ``yield`` is a place where it may be stopped or die."""
+    """Writes entries in two steps, reads and fills holes; it may be stopped or die at every ``yield``."""
 
     world: World
     view: View = field(default_factory=View)
@@ -353,8 +353,8 @@ class Process:
 ACTS = st.lists(
     st.tuples(
         st.sampled_from(["join", "join any", "leave", "lost", "read"]),
-        st.integers(0, 4),  # whose name, or rank
-        st.integers(1, 9),  # steps until it dies; 9: it does not
+        st.integers(0, 4),  # whose name or rank
+        st.integers(1, 9),  # steps until it dies; 9: never
     ),
     min_size=1,
     max_size=14,
@@ -365,7 +365,7 @@ ACTS = st.lists(
 @given(acts=ACTS, data=st.data())
 def test_everybody_sees_the_same_epochs_and_nobody_is_blocked(acts, data) -> None:
     world = World()
-    witness = Process(world)  # reads now and then, whatever the others do
+    witness = Process(world)  # reads from time to time, whatever the others do
     running: list[tuple[Process, Iterator[None], int]] = []
     processes = [witness]
     for index, (what, which, steps) in enumerate(acts):

@@ -1,4 +1,4 @@
-"""Metrics: their text, by the parser of Prometheus's own client; the place that a command line names."""
+"""Metrics: their text, read by the parser of Prometheus's own client, and the place that a command line names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def used(**more: Any) -> dict[str, Any]:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """By name and the labels that tell samples apart."""
+    """Samples by name and the labels that tell them apart."""
     found = {}
     for family in text_string_to_metric_families(text):
         for each in family.samples:
@@ -98,7 +98,7 @@ def test_prometheus_reads_them() -> None:
 
 
 def test_node_exporter_reads_them_from_a_file() -> None:
-    """By the parser of the older format, which knows no info, and takes a counter by its whole name."""
+    """Read by the parser of the older format, which has no info type and expects a counter's full name."""
     counts = Counts()
     counts.note_end(signal=9, error="was killed by SIGKILL")
     calls = dict.fromkeys(call_counts.NUMBERS, 3) | {"latencies": [2, 0, 1], "bounds": [1e-5, 0.5]}

@@ -1,4 +1,4 @@
-"""Where metrics are served."""
+"""The addresses at which metrics are served."""
 
 from __future__ import annotations
 

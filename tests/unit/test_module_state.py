@@ -1,4 +1,4 @@
-"""What modules have besides parameters, and what else a state may hold."""
+"""Module state beyond parameters, and what else a state may hold."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_a_newcomer_could_not_read_is_said_when_training_begins(
     objects = Objects([holder])
     objects.check_state()
     assert not caplog.records
-    holder.held = {"best": Color.RED}  # the first step leaves it
+    holder.held = {"best": Color.RED}  # set by the first step
     for _ in range(3):
         objects.check_state()
     (said,) = caplog.messages
@@ -235,7 +235,7 @@ def test_buffers_that_have_grown_are_not_filled_with_what_they_were_and_not_kept
 
 
 class Counting(nn.Module):
-    """Keeps something besides tensors."""
+    """Keeps something in addition to tensors."""
 
     def __init__(self, count: Any) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_extra_state_is_in_checkpoints() -> None:
 
 
 def grown(*, named: bool) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
-    """Two layers, and an optimizer of the second; what adds the first."""
+    """Two layers, an optimizer for the second, and what to pass it to add the first."""
     net = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
     groups = [
         list(net[1].named_parameters()),
@@ -308,7 +308,7 @@ def test_groups_that_were_added_are_added_in_a_newcomer(*, named: bool) -> None:
     assert [each["lr"] for each in other.param_groups] == [0.001, 0.5]
     assert other.param_groups[1]["params"][0] is other_net[0].weight
     assert str(other.state_dict()) == str(optimizer.state_dict())
-    # Its script comes by the same place.
+    # Its script reaches the same place.
     again = other_net[0].named_parameters(prefix="0") if named else other_net[0].parameters()
     other.add_param_group({"params": again, "lr": 0.1})
     assert [each["lr"] for each in other.param_groups] == [0.001, 0.5]
@@ -370,7 +370,7 @@ def by_checkpoint(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("go_back", [by_snapshot, by_rehearsal, by_checkpoint])
 def test_an_optimizers_state_keeps_its_types_and_groups(go_back: Any) -> None:
-    """Torch's own loading rounds a product that is kept in float32 for parameters in bfloat16, and makes new groups."""
+    """torch's own loading rounds a float32 product kept for bfloat16 parameters, and makes new groups."""
     net, optimizer = trained(torch.bfloat16)
     groups, group = optimizer.param_groups, optimizer.param_groups[0]
     before = {key: value.clone() for key, value in optimizer.state[net.weight].items()}
@@ -381,7 +381,7 @@ def test_an_optimizers_state_keeps_its_types_and_groups(go_back: Any) -> None:
         key: value.dtype for key, value in before.items()
     }
     assert all(torch.equal(after[key], value) for key, value in before.items())
-    # A schedule of the script's own may hold these.
+    # The script's own schedule may hold these.
     assert optimizer.param_groups is groups and groups[0] is group
     assert group["params"][0] is net.weight
 

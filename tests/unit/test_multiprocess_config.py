@@ -1,4 +1,4 @@
-"""MultiprocessConfig: what is refused, what unset fields become. No processes."""
+"""MultiprocessConfig: what is refused, and what unset fields become. Starts no processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_backend_in_the_environment(monkeypatch):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Pretend that the machine has so many CUDA devices."""
+    """Pretend that the machine has a given number of CUDA devices."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr(backends, "num_cuda_devices", lambda: count)

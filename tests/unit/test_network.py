@@ -1,4 +1,4 @@
-"""Which interface workers are told to use."""
+"""Which network interface workers are told to use."""
 
 import socket
 from typing import Any
@@ -80,7 +80,7 @@ def test_the_interfaces_of_this_machine() -> None:
     [
         (["127.0.0.1"], "localhost"),
         (["192.0.2.1", "127.0.0.1"], "localhost"),
-        (["192.0.2.1"], "127.0.0.1"),  # as ::1, where IPv6 is switched off
+        (["192.0.2.1"], "127.0.0.1"),  # as for ::1 where IPv6 is disabled
         ([], "127.0.0.1"),
     ],
 )

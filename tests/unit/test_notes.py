@@ -1,4 +1,4 @@
-"""Notes that lead from one store to another: whatever moves, restarts and stale notes there were."""
+"""Notes that lead from one store to another, whatever moves, restarts and stale notes there are."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NOTE = Moved("h1", 1, Age(3, 1, "s"))
     [
         (Age(), True),
         (Age(3, 0, "z"), True),  # where the job was before it moved
-        (Age(2, 9, "z"), True),  # a part that was cut off: it moved often, and has not gone on
-        (Age(3, 1, "a"), True),  # two parts that moved at the same time: all take the same one
+        (Age(2, 9, "z"), True),  # a part that was cut off: it moved often but made no progress
+        (Age(3, 1, "a"), True),  # two parts that moved at the same time: all choose the same one
         (Age(3, 1, "s"), False),
         (Age(3, 1, "z"), False),
         (Age(3, 2, "a"), False),
@@ -70,8 +70,8 @@ class World:
     """Places, at most one store at each, and nodes that are connected to them."""
 
     places: dict[int, Served] = field(default_factory=dict)
-    nodes: list[int] = field(default_factory=list)  # where each one is
-    ended: list[set[str]] = field(default_factory=list)  # stores each one has found to be gone
+    nodes: list[int] = field(default_factory=list)  # where each node is
+    ended: list[set[str]] = field(default_factory=list)  # stores that each knows to be gone
     written: list[Moved] = field(default_factory=list)
     names: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -94,7 +94,7 @@ class World:
             self.places[place].note = notes.written(note)
 
     def follow(self, node: int) -> bool:
-        """One step of a node; whether there was one to take."""
+        """One step of a node; returns whether it could take one."""
         here = self.places.get(self.nodes[node])
         if here is None:
             return False
@@ -132,7 +132,7 @@ def test_all_come_to_the_newest_store_and_nobody_goes_in_circles(data: st.DataOb
             case "round" if served is not None:
                 served.age = replace(served.age, generation=served.age.generation + 1)
             case "move" | "leave" if at is not None and served is None:
-                # Its nodes meet at another place; the old store is lost, or stays for a while.
+                # Its nodes meet at another place; the old store is lost or stays for a while.
                 world.serve(place, at.age.generation, at.age.moves + 1)
                 if act == "move":
                     del world.places[world.nodes[node]]
@@ -145,11 +145,11 @@ def test_all_come_to_the_newest_store_and_nobody_goes_in_circles(data: st.DataOb
             case "note" if served is not None and other in world.places:
                 world.leave_note(place, other)
             case "stale" if served is not None and world.written:
-                # Whoever wrote it once writes it again, late, and perhaps elsewhere.
+                # The writer of a note writes it again, late and perhaps elsewhere.
                 world.put(data.draw(st.sampled_from(world.written)), place)
             case "follow":
                 world.follow(node)
-    # Whoever has lost its store finds any other; those who serve find each other.
+    # Nodes that have lost their store find any other; nodes that serve find each other.
     for node, place in enumerate(world.nodes):
         if place not in world.places:
             world.nodes[node] = data.draw(st.sampled_from(sorted(world.places)))

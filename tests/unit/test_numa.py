@@ -1,4 +1,4 @@
-"""`--numa-binding`: who gets which CPUs, on machines we do not have, and on this one."""
+"""`--numa-binding`: which workers get which CPUs, on machines that we do not have and on this one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def machine(
     caches: bool = True,
 ) -> Topology:
     """``nodes`` per socket, ``complexes`` per node, ``cores`` per complex, numbered as Linux on x86
-    does it: the first threads of all cores, then the second ones."""
+    does it: the first threads of all cores, then the second threads."""
     places = list(itertools.product(range(sockets), range(nodes), range(complexes), range(cores)))
     cpus = []
     for thread in range(threads):
@@ -63,7 +63,7 @@ def bound(mode: NumaBinding, topology: Topology, workers: int) -> list[str]:
 
 
 LAPTOP = machine(cores=4, threads=2)  # CPUs 0-3, and 4-7 their second threads
-# 2 sockets of 2 nodes of 2 complexes of 2 cores of 2 threads: node n has cores 4n … 4n+3, 16 up again.
+# 2 sockets of 2 nodes of 2 complexes of 2 cores of 2 threads: node n has cores 4n to 4n+3, with second threads 16 higher.
 SERVER = machine(sockets=2, nodes=2, complexes=2, cores=2, threads=2)
 # GPUs as on many 8-GPU boards: not in the order of the nodes.
 BOARD = machine(
@@ -79,7 +79,7 @@ TWO_CORES_EACH = [f"{core}-{core + 1},{core + 16}-{core + 17}" for core in range
         (LAPTOP, "node", ["0-7", "0-7"]),
         (LAPTOP, "socket", ["0-7", "0-7"]),
         (LAPTOP, "exclusive", ["0-1,4-5", "2-3,6-7"]),
-        (LAPTOP, "exclusive", ["0-1,4-5", "2,6", "3,7"]),  # left over cores go to the first
+        (LAPTOP, "exclusive", ["0-1,4-5", "2,6", "3,7"]),  # leftover cores go to the first
         (LAPTOP, "core-complex", ["0-7", "0-7"]),
         # Without GPUs: spread over nodes in rank order.
         (SERVER, "node", ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]),
@@ -109,7 +109,7 @@ TWO_CORES_EACH = [f"{core}-{core + 1},{core + 16}-{core + 17}" for core in range
             ["4-7,20-23"] * 2 + ["0-3,16-19"] * 2 + ["12-15,28-31"] * 2 + ["8-11,24-27"] * 2,
         ),
         (BOARD, "socket", ["0-7,16-23"] * 4 + ["8-15,24-31"] * 4),
-        # The share does not depend on how many of the node's GPUs this job uses.
+        # A worker's share does not depend on how many of the node's GPUs this job uses.
         (BOARD, "exclusive", ["4-5,20-21"]),
         (BOARD, "exclusive", ["4-5,20-21", "6-7,22-23", "0-1,16-17"]),
         (BOARD, "core-complex", ["4-5,20-21", "6-7,22-23", "0-1,16-17"]),
@@ -119,16 +119,16 @@ TWO_CORES_EACH = [f"{core}-{core + 1},{core + 16}-{core + 17}" for core in range
             "core-complex",
             ["0-1", "2-3", "0-1"],
         ),
-        # More cores count for more than more threads.
+        # The number of cores matters more than the number of threads.
         (
             machine(complexes=2, cores=3, threads=2, allowed="0-1,6-7,3-5"),
             "core-complex",
             ["3-5", "0-1,6-7"],
         ),
-        # The kernel does not know the GPUs' node: no matter with one node, spread with several.
+        # The kernel does not know the GPUs' node: it does not matter with one node; with several, workers are spread.
         (machine(cores=4, devices=(None, None, None, None)), "exclusive", ["0", "1"]),
         (machine(sockets=2, cores=2, devices=(1, None)), "node", ["0-1", "2-3"]),
-        # More workers than GPUs: nobody can tell who uses which.
+        # With more workers than GPUs, nobody can tell which worker uses which.
         (machine(sockets=2, cores=2, devices=(1,)), "node", ["0-1", "2-3"]),
         # A virtual machine whose one node spans both sockets.
         (
@@ -154,10 +154,10 @@ def test_bindings(topology: Topology, mode: NumaBinding, expected: list[str]) ->
         ("0-3", "node", ["0-3", "0-3"]),  # one node left: no second threads, no other nodes
         ("0-3", "exclusive", ["0-1", "2-3"]),
         ("0-5,16-21", "node", ["0-3,16-19", "0-3,16-19", "4-5,20-21"]),
-        ("3,8-11", "exclusive", ["3", "8-9", "10", "11"]),  # 1 + 3 workers, as the cores are
+        ("3,8-11", "exclusive", ["3", "8-9", "10", "11"]),  # 1 + 3 workers, like the cores
         ("0,2-3,16,18", "core-complex", ["2-3,18"]),  # the complex with more cores first
-        ("0,2,18", "core-complex", ["2,18", "0"]),  # as many cores: the one with more threads
-        # Cores are counted and not threads, of which node 0 has twice as many here.
+        ("0,2,18", "core-complex", ["2,18", "0"]),  # same number of cores: more threads first
+        # Cores are counted, not threads, of which node 0 has twice as many here.
         ("0-7,16-19", "node", ["0-3,16-19", "0-3,16-19", "4-7", "4-7"]),
         ("4-7,12-15", "socket", ["4-7", "12-15"]),
     ],
@@ -228,7 +228,7 @@ def test_a_worker_gets_allowed_cpus_or_an_error_and_exclusive_shares_are_disjoin
         try:
             cpus = choose_cpus(mode, topology, rank, workers)
         except ConfigError:
-            # Without GPUs there is one excuse only: more workers than cores.
+            # Without GPUs there is only one excuse: more workers than cores.
             cores = {cpu.core for cpu in topology.usable}
             assert topology.device_nodes or (mode == "exclusive" and workers > len(cores))
             continue
@@ -283,7 +283,7 @@ def test_what_is_no_cpu_list_is_refused(text: str) -> None:
         ("0,9,2", (0,)),
         ("GPU-bb", (1,)),
         ("GPU-aa11,0", (0, 0)),
-        ("GPU-", (None,)),  # begins three of them
+        ("GPU-", (None,)),  # three of them start so
         ("1,MIG-5c0a", (1, None)),
         ("GPU-dddd", (None,)),
     ],
@@ -304,14 +304,14 @@ def write(path: Path, text: object) -> None:
 
 
 def fake_sys(root: Path, topology: Topology) -> Path:
-    """A /sys as Linux writes it for ``topology``; returns its root."""
+    """A /sys as Linux would write it for ``topology``; returns its root."""
     sys_root = root / "sys"
     system = sys_root / "devices/system"
     write(system / "cpu/online", format_cpus(cpu.index for cpu in topology.cpus))
     for node in {cpu.node for cpu in topology.cpus}:
         on_node = format_cpus(cpu.index for cpu in topology.cpus if cpu.node == node)
         write(system / f"node/node{node}/cpulist", on_node)
-    write(system / "node/node9/cpulist", "")  # memory alone
+    write(system / "node/node9/cpulist", "")  # has memory but no CPUs
     write(system / "node/possible", "0-9")
     for cpu in topology.cpus:
         folder = system / f"cpu/cpu{cpu.index}"
@@ -322,7 +322,7 @@ def fake_sys(root: Path, topology: Topology) -> Path:
             continue
         sharers = format_cpus(c.index for c in topology.cpus if c.cache == cpu.cache)
         caches = [(1, "Data", siblings), (1, "Instruction", siblings), (3, "Unified", sharers)]
-        caches.append((2, "Unified", siblings))  # in whatever order
+        caches.append((2, "Unified", siblings))  # in any order
         for index, (level, kind, shared) in enumerate(caches):
             write(folder / f"cache/index{index}/level", level)
             write(folder / f"cache/index{index}/type", kind)
@@ -443,7 +443,7 @@ def test_a_gpu_of_unknown_node_is_unknown(tmp_path: Path) -> None:
         ("cpu/online", "all"),
         ("cpu/online", ""),
         ("node/node0/cpulist", None),
-        ("node/node0/cpulist", "0"),  # CPU 1 is nowhere
+        ("node/node0/cpulist", "0"),  # CPU 1 is on no node
         ("cpu/cpu1/topology/thread_siblings_list", None),
         ("cpu/cpu1/topology/thread_siblings_list", "x"),
         ("cpu/cpu1/topology/physical_package_id", None),
@@ -471,7 +471,7 @@ def test_no_sys_at_all_is_named(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     mine = os.sched_getaffinity(0)
     assert read_topology().allowed == mine
-    # Without its GPUs, if it has any: a cpuset may leave out the node of the first.
+    # Ignores this machine's GPUs, if any: a cpuset may exclude the first one's node.
     topology = read_topology(env={"CUDA_VISIBLE_DEVICES": ""})
     assert topology.device_nodes == ()
     assert mine <= {cpu.index for cpu in topology.cpus}
@@ -481,6 +481,6 @@ def test_this_machine() -> None:
         assert cpus <= mine
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, choose_cpus("node", topology, 0, 1))  # the kernel takes it
+        os.sched_setaffinity(0, choose_cpus("node", topology, 0, 1))  # the kernel accepts it
     finally:
         os.sched_setaffinity(0, before)

@@ -1,4 +1,4 @@
-"""NumPy's dtypes under an allow-list: all that are real arrive as they are, and none that NumPy would not make."""
+"""NumPy's dtypes under an allow-list: all real ones arrive unchanged, and none arrives that NumPy would not make."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_flags_are_not_believed() -> None:
 
 
 def test_a_dtype_that_an_array_has_is_not_changed() -> None:
-    """It is filled a second time, behind an array that was made of bytes."""
+    """It is filled a second time, after an array has been made from bytes with it."""
     what = name("numpy.ndarray") + b"K\x00\x85C\x01b\x87"
     make = name("numpy._core.multiarray._reconstruct") + what + b"R"
     # The array's state is (1, (1,), dtype 0 of the memo, False, bytes); then the dtype is built again.

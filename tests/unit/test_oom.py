@@ -1,4 +1,4 @@
-"""Did the OOM killer do it: counters read from trees of cgroup v1, v2 and both, whole and broken."""
+"""Whether the OOM killer did it: counters read from cgroup v1, v2 and mixed trees, intact and broken."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_limit_that_was_hit_may_be_an_ancestors(machine, version):
 
 def test_a_container_sees_only_its_own_part_of_the_tree(machine):
     machine.belongs_to("4:memory:/docker/0123abcd")  # the path as the host sees it
-    file = machine.v1("", 2)  # what is mounted is the container's own group
+    file = machine.v1("", 2)  # the container's own group is what is mounted
     assert machine.read().groups == {file: 2}
 
 
@@ -118,7 +118,7 @@ def test_nothing_moved_nothing_is_said(machine):
 
 
 def test_a_counter_seen_for_the_first_time_proves_nothing():
-    """A group that appeared meanwhile may have counted before we came."""
+    """A group that appeared in the meantime may have counted before we looked."""
     assert explain(OomCounters({}, None), OomCounters({"/a": 3}, 9)) is None
 
 

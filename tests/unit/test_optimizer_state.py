@@ -21,7 +21,7 @@ from rallypoint.elastic.state.objects import Objects
 
 
 def contiguous(state: Any) -> Any:
-    """As it comes from another rank: tensors by their values alone."""
+    """The state as it arrives from another rank: tensors keep only their values."""
     if isinstance(state, torch.Tensor):
         return state.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(state, dict):
@@ -39,7 +39,7 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", MAKES)
 def test_state_lies_in_memory_as_its_parameter_does(name: str) -> None:
-    """A fused kernel pairs elements by their places."""
+    """A fused kernel pairs elements by their position in memory."""
     torch.manual_seed(0)
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     inputs = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
@@ -75,7 +75,7 @@ def test_a_learning_rate_that_the_script_holds_stays_the_optimizers() -> None:
 
 @pytest.mark.parametrize("way", ["another rank", "a snapshot", "a checkpoint"])
 def test_a_counter_stays_one(way: str) -> None:
-    """As of MultiStepLR, whose milestones torch asks for their elements."""
+    """For example in MultiStepLR: torch asks the milestones for their elements."""
     state = {"milestones": Counter([3, 5]), "names": OrderedDict(a=1), "t": torch.ones(2)}
     tensors: list[torch.Tensor] = []
     if way == "another rank":
@@ -101,7 +101,7 @@ def test_a_counter_stays_one(way: str) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """With state of its own, beside that of parameters."""
+    """Has state of its own, in addition to the parameters' state."""
 
     def step(self, closure: Any = None) -> Any:
         self.state["count"] = {"steps": self.state.get("count", {"steps": 0})["steps"] + 1}
@@ -134,9 +134,9 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_the_state_of_zero_is_asked_for_its_part_alone() -> None:
-    """Its own ``state_dict`` raises unless all ranks have gathered theirs."""
+    """Its own ``state_dict`` raises unless all ranks have gathered their parts."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
+        warnings.simplefilter("ignore", DeprecationWarning)  # caused by torch's own import
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
     net = nn.Linear(2, 2)

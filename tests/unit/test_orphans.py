@@ -1,4 +1,4 @@
-"""What the end of a fork server leaves is killed, whatever it is."""
+"""What a fork server leaves behind when it ends is killed, whatever it is."""
 
 from __future__ import annotations
 

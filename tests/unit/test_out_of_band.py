@@ -1,4 +1,4 @@
-"""Arrays, bytes and other large pieces of a message, apart from its pickle and back."""
+"""Arrays, bytes and other large pieces of a message travel apart from its pickle, there and back."""
 
 import array
 import pickle
@@ -19,7 +19,7 @@ LARGE = out_of_band.LEAST_CUT
 
 
 class Tagged(np.ndarray):
-    """A class of somebody's own."""
+    """A user's own class."""
 
 
 def there(value, *, allowed=None, by_value=False):
@@ -157,7 +157,7 @@ def test_views_of_memory() -> None:
 
 
 class Sheet:
-    """Pickles with a buffer of its own, as pandas' frames do."""
+    """Pickles with its own buffer, as pandas' frames do."""
 
     def __init__(self, cells: bytearray) -> None:
         self.cells = cells

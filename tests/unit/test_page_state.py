@@ -80,7 +80,7 @@ def test_ranks_of_other_nodes_and_those_that_use_nothing_yet() -> None:
 
 def test_generations_are_remembered_but_not_for_ever() -> None:
     history = JobHistory()
-    history.end(0.0, [], "")  # before the first
+    history.end(0.0, [], "")  # before the first generation
     for number in range(MOST + 5):
         history.begin(number, float(number), 8)
         history.end(number + 0.5, [3] if number % 2 else [], "ValueError" if number % 2 else "")

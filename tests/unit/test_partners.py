@@ -1,4 +1,4 @@
-"""Which rank keeps something for which."""
+"""Which rank keeps state for which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of passes in a step: learnt from whole steps, and kept by who matches them."""
+"""The order of passes in a step: learned from whole steps, and kept by members that match them."""
 
 from hypothesis import given, strategies as st
 

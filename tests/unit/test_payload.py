@@ -1,4 +1,4 @@
-"""The call on its way: what it is called, what cannot be pickled, what travels by value. No workers."""
+"""The call in transit: its name, what cannot be pickled, what travels by value. Without workers."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_function_of_a_module_that_workers_cannot_import_travels_by_value(
     double = module_from_a_path.double
     by_value = pack(double)
     assert cloudpickle.list_registry_pickle_by_value() == set(), "put back"
-    # Once the module can be found it travels by name, which takes fewer bytes.
+    # Once the module can be found, it travels by name, which takes fewer bytes.
     monkeypatch.syspath_prepend(os.path.dirname(module_from_a_path.__file__))
     assert pack(double) < by_value
 

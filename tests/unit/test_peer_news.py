@@ -1,4 +1,4 @@
-"""What a supervisor makes of the reports of other nodes."""
+"""What a supervisor makes of other nodes' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the nodes go whose store is lost."""
+"""Where nodes go when their store is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIVE, SILENT = 6.0, 2.0
 
 
 def search(own: int, dead: tuple[str, ...] = ()) -> Search:
-    """Of node ``own``; 1 to 4 are standbys, whoever else is none."""
+    """The search of node ``own``; 1 to 4 are standbys, others are not."""
     return Search(
         OLD,
         HOST,
@@ -95,7 +95,7 @@ ENDPOINT = Place("first", 1)
 
 
 def waiting() -> Search:
-    """Of a node that is no standby: it looks at the endpoint as well."""
+    """The search of a node that is no standby: it looks at the endpoint as well."""
     return Search(
         OLD,
         HOST,
@@ -129,7 +129,7 @@ def test_one_that_waits_starts_over_only_where_all_are_seen_to_have_ended() -> N
 
 @dataclass
 class World:
-    """Nodes that search at the same time; some are dead or silent, all others act in a random order."""
+    """Nodes that search at the same time; some are dead or silent, the others act in a random order."""
 
     dead: frozenset[int]
     silent: frozenset[int]

@@ -1,4 +1,4 @@
-"""A round's plan: what it costs the job's restart budget, and which nodes are to serve the store if it is lost."""
+"""A round's plan: its cost to the job's restart budget, and which nodes will serve the store if it is lost."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,11 +18,11 @@ def record(verdict: str, restarts: int = 0, last_rank: int | None = 0) -> dict:
         (["failed", ""], True, 1),
         (["failed", "failed"], True, 1),
         (["failed", "changed"], False, 1),
-        # An echo of a lost node costs nothing; where nobody is lost it was none.
+        # An echo of a lost node costs nothing; where no node is lost, it was not an echo.
         (["suspect", "suspect"], False, 0),
         (["suspect", "suspect"], True, 1),
         (["suspect", "failed"], False, 1),
-        # A node stopped its workers to admit another one; the workers elsewhere died of that first.
+        # A node stopped its workers to admit another one; other nodes' workers died of that first.
         (["suspect", "changed"], True, 0),
         (["changed", "changed"], True, 0),
     ],

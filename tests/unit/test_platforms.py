@@ -1,4 +1,4 @@
-"""Environments as platforms that start pods or machines make them, and how launchers nest in them."""
+"""Environments made by platforms that start pods or machines, and how launchers nest in them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ SKYPILOT = {
 }
 SKYPILOT_PORT = port_from_name(SKYPILOT["SKYPILOT_TASK_ID"])
 
-# The second pod of a job with the single task `worker`, as the plug-ins env and svc make it.
+# The second pod of a job with the single task `worker`, as the plug-ins env and svc set it up.
 VOLCANO = {
     "VK_TASK_INDEX": "1",
     "VC_TASK_INDEX": "1",
     "VC_WORKER_NUM": "2",
     "VC_WORKER_HOSTS": "train-worker-0.train,train-worker-1.train",
 }
-# A pod of a job with a master and two workers; the plug-in pytorch adds the last line.
+# A pod of a job with a master and two workers; the pytorch plug-in adds the last line.
 VOLCANO_TASKS = VOLCANO | {"VC_MASTER_NUM": "1", "VC_MASTER_HOSTS": "train-master-0.train"}
 PYTORCH = {"MASTER_PORT": "23456", "RANK": "2", "WORLD_SIZE": "3"}
 VOLCANO_PYTORCH = VOLCANO_TASKS | PYTORCH | {"MASTER_ADDR": "train-master-0.train"}
@@ -98,7 +98,7 @@ OPEN_MPI = {
 
 PLATFORMS = [AWS_BATCH, SAGEMAKER, SKYPILOT, VOLCANO, INDEXED_JOB]
 
-# Inside a batch job, where only what mpirun sets is about a task.
+# Inside a batch job, where only mpirun's variables are about a task.
 PBS = {
     "PBS_JOBID": "4217.pbs01",
     "PBS_ENVIRONMENT": "PBS_BATCH",

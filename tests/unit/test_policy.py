@@ -1,4 +1,4 @@
-"""The launch policy: what follows what, by table; and what holds after any events at all, by property."""
+"""The launch policy: what follows from what, by table; and what holds after any events, by property."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def elastic(*indices: int, **changes) -> State:
 
 
 def formed(before: State, num_workers: int, **changes) -> RoundFormed:
-    """The round that ``before`` waits for, as the others would count it."""
+    """The round that ``before`` waits for, with the restarts as the other nodes count them."""
     charged = before.verdict is Verdict.FAILED
     # A node whose workers are held, or are still being stopped, waits for the round after theirs.
     generation = before.generation + (before.phase is not Phase.JOINING)
@@ -525,7 +525,7 @@ MOMENT = 5.0
 
 
 def listening(*indices: int, **changes) -> State:
-    """One worker has failed with a symptom: what its node does next."""
+    """One worker has failed with a symptom: returns the state in which its node listens."""
     before = running(*indices, **{"moment": MOMENT, "max_restarts": 0, **changes})
     decision = policy.decide(0.0, before, WorkerEnded(9, True, symptom=True))
     assert decision.state.phase is Phase.LISTENING
@@ -593,7 +593,7 @@ def test_peers_hear_of_the_symptom_at_once_and_of_the_cause_again():
 
 
 def test_a_worker_that_dies_of_a_nodes_signal_is_no_failure_to_the_others():
-    """They had the consequence first, then heard that the node leaves. A failure after that would end their job."""
+    """They saw the consequence first, then heard that the node leaves. A failure after that would end their job."""
     before = elastic(0, restarts=1, num_nodes=2, nodes=2, moment=MOMENT)
     heard = policy.decide(0.0, before, PeerFailed(1, 0, symptom=True))
     told = policy.decide(0.1, heard.state, SignalReceived(signal.SIGTERM))
@@ -812,7 +812,7 @@ def test_the_others_of_a_node_may_end_before_all_have_heard_of_a_loss():
 
 
 def on_three_nodes(**changes) -> State:
-    """A node of three; all workers of all nodes are in a session."""
+    """The state of a node of three; all workers of all nodes are in a session."""
     return elastic(
         0,
         1,
@@ -829,7 +829,7 @@ def on_three_nodes(**changes) -> State:
 
 
 def kept_round(**changes) -> RoundFormed:
-    """Node 2 is new."""
+    """A round in which node 2 is new."""
     given = {"nodes": 3, "keepers": frozenset({0, 1}), "is_keeper": True, "replaced": 3, **changes}
     return RoundFormed(2, 1, **given)
 
@@ -931,7 +931,7 @@ def test_a_node_tells_that_it_has_lost_its_last_state_since_it_said_what_it_has(
 
 
 def extra() -> State:
-    """A node whose two workers come in addition to those of nodes 0 and 1."""
+    """A node whose two workers join in addition to those of nodes 0 and 1."""
     event = RoundFormed(2, 1, 0, nodes=3, keepers=frozenset({0, 1}), replaced=1, grows=True)
     formed = policy.decide(0.0, state(elastic=True, num_nodes=3, max_losses=4), event)
     assert formed.commands == (StartWorkers(takes_over=True),)
@@ -993,7 +993,7 @@ def test_a_node_that_could_not_keep_its_workers_is_named_as_the_reason():
 
 def test_why_a_round_keeps_nobody_is_what_the_round_says():
     held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
-    # That there is another loss meanwhile is no reason.
+    # Another loss in the meantime is no reason.
     held = policy.decide(0.05, held, PeerLost(1)).state
     held = policy.decide(0.06, held, WorkerEnded(1, failed=True)).state
     assert not held.not_replaced
@@ -1005,7 +1005,7 @@ def test_why_a_round_keeps_nobody_is_what_the_round_says():
 def test_who_alone_has_what_newcomers_need_must_not_lose_it_on_the_way():
     held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
     lost = policy.decide(0.1, held, WorkerEnded(1, failed=True)).state
-    # Others have it, too.
+    # Other nodes have it, too.
     assert policy.decide(0.2, lost, kept_round()).state.phase is Phase.RUNNING
     gone = policy.decide(0.2, lost, kept_round(relied_on=True))
     assert gone.commands[0] == TellPeers("not kept")
@@ -1180,7 +1180,7 @@ EVENTS = st.one_of(
     st.builds(NodeInSession, st.integers(0, 2), st.booleans()),
     st.builds(LossTold, st.integers(0, 2), st.none() | st.integers(0, WORKERS), st.booleans()),
 )
-# Likely orders, so that long lives are reached too: mostly rounds, failures and sweeps.
+# Likely sequences, so that long lives are reached too: mostly rounds, failures and sweeps.
 LIVELY = st.one_of(
     ROUNDS,
     st.builds(WorkerEnded, st.integers(0, WORKERS), st.booleans()),
@@ -1236,7 +1236,7 @@ def test_whatever_happens(start, steps):
         commands += decision.commands
 
     joins = [command.generation for command in commands if isinstance(command, Join)]
-    # A node joins twice for one that loses a member before it has begun.
+    # A node joins a round twice if the round loses a member before it starts.
     steps_ahead = [after - before for before, after in itertools.pairwise(joins)]
     assert all(each in {0, 1} for each in steps_ahead), "the generation grows by one"
     assert len(joins) <= start.max_restarts + 1 or start.elastic
@@ -1248,7 +1248,7 @@ def test_whatever_happens(start, steps):
 
 @dataclass
 class World:
-    """A shell without processes: it does what the policy says, and every request is answered some day."""
+    """A shell without processes: it does what the policy says, and answers every request eventually."""
 
     decision: policy.Decision
     now: float = 0.0
@@ -1281,11 +1281,11 @@ class World:
                 case TellPeers("done"):
                     self.peers_wait = True
                 case Finish(aim):
-                    # The fork server that is lost takes the workers with it: Broken may end at once.
+                    # A lost fork server takes the workers with it, so Broken may finish at once.
                     self.finished = aim
 
     def possible(self) -> list[policy.Event]:
-        """What must happen some day if nobody interferes."""
+        """What must happen eventually if nothing interferes."""
         events: list[policy.Event] = []
         if self.joining:
             events.append(formed(self.decision.state, WORKERS))
@@ -1353,7 +1353,7 @@ def test_every_event_is_answered_in_every_phase(start, phase, aim, event):
 
 @dataclass
 class Nodes:
-    """Several nodes whose workers are in a session, and the journal that they share. Each reads it when it likes."""
+    """Several nodes whose workers are in a session, and their shared journal. Each reads it at its own pace."""
 
     states: list[State]
     workers: list[set[int]]
@@ -1425,7 +1425,7 @@ def test_all_nodes_replace_the_same_workers_or_restart_all(sizes, data):
                 world.tell(node, SessionLeft(index))
                 world.end(node, index, failed=False)
     while any(world.read_on(node) for node in range(count)):
-        pass  # what one reads makes it tell the others something
+        pass  # what one node reads makes it tell the others something
     keeping = [each.phase is Phase.RUNNING for each in world.states]
     done = [each.aim is Aim.SUCCEED for each in world.states]
     assert all(keeping) or not any(keeping) or all(done), "some nodes restart, others wait"
@@ -1439,10 +1439,10 @@ def test_all_nodes_replace_the_same_workers_or_restart_all(sizes, data):
 
 @dataclass
 class Job:
-    """Three nodes whose workers are in a session, and a waiting one. Each hears of what happens when it likes."""
+    """Three nodes whose workers are in a session, and a waiting one. Each hears of events at its own pace."""
 
     states: list[State]
-    # Of each node: its workers' indices, and whether they have the state or begin with nothing.
+    # For each node: its workers' indices, and whether they have the state or start with nothing.
     workers: list[dict[int, str]]
     ranks: list[int | None]
     inbox: list[list[policy.Event]] = field(default_factory=lambda: [[] for _ in range(4)])
@@ -1520,7 +1520,7 @@ class Job:
             self.send(other, PeerLost(rank))
 
     def meet(self) -> None:
-        """A round forms once all who live have come."""
+        """A round forms once all live nodes have joined."""
         living = [each for each in range(4) if each not in self.dead]
         if not all(each in self.joined for each in living):
             return
@@ -1614,7 +1614,7 @@ def test_after_the_loss_of_nodes_all_others_keep_their_workers_or_none_does(data
         (Phase.REJOINING, 2, True),
         (Phase.REJOINING, 3, False),
         (Phase.STOPPING, 2, True),
-        (Phase.JOINING, 2, False),  # the round that is to follow it has not formed
+        (Phase.JOINING, 2, False),  # the round that is to follow has not formed yet
         (Phase.JOINING, 1, True),
     ],
 )
@@ -1625,7 +1625,7 @@ def test_a_late_loss_of_an_earlier_round_is_none_of_the_present_one(
 
 
 def restarts_of(start: State, failures: list[float]) -> tuple[list[float], float | None]:
-    """One node whose only worker fails at these times: when all restart, and when the job has failed."""
+    """One node whose only worker fails at these times: returns when all restart, and when the job has failed."""
     now = 0.0
     current = policy.decide(now, start, RoundFormed(1)).state
     restarts = []
@@ -1664,7 +1664,7 @@ def test_restarts_refill_and_there_are_never_more_of_them_in_a_window(
 
 @given(st.lists(st.lists(st.integers(0, 9).map(float), max_size=3), min_size=1, max_size=4))
 def test_all_nodes_count_the_restarts_that_the_round_counts(told: list[list[float]]) -> None:
-    """Those that have come later know of fewer."""
+    """Nodes that came later know of fewer restarts."""
     records = [{"facts": {"ages": ages, "restarts": len(ages)}} for ages in told]
     ages = plans.ages(records)
     used = plans.restarts(records, whole=True)

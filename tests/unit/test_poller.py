@@ -1,4 +1,4 @@
-"""How long the leader stays awake for what comes."""
+"""How long the leader stays awake for what arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we ask of Linux about processes, asked of real ones."""
+"""What we ask Linux about processes, asked about real ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rallypoint.control import usage
 from rallypoint.control.slowness import surroundings
 
 
-# A process that lives until its stdin ends, and says when it is there.
+# A process that lives until its stdin ends, and says when it is up.
 WAIT = "import sys; print('up', flush=True); sys.stdin.read()"
-# Starts one as its child, tells its pid, and waits too.
+# Starts such a process as its child, prints the child's pid, and waits too.
 PARENT = (
     "import subprocess, sys\n"
     f"child = subprocess.Popen([sys.executable, '-c', {WAIT!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
@@ -247,7 +247,7 @@ def test_a_title_is_shown_without_padding(title: str, shown: str) -> None:
 
 
 def test_a_title_longer_than_its_room_is_cut() -> None:
-    # The room is what the process was started with; the environment is behind it.
+    # The title's room is what the process was started with; the environment comes after it.
     code = IMPORT + (
         "import os; room = len(open('/proc/self/cmdline').read())\n"
         "process.set_title('x' * 10_000 + chr(0))\n"
@@ -331,7 +331,7 @@ def test_a_name_that_is_cut_within_a_character_is_read(tmp_path: Path) -> None:
 
 # -- processes that clean up ----------------------------------------------------------------------------------------
 
-# Takes the CPU for as long as a start of Python may on a busy host, and then waits for ever. The first line says that it works.
+# Uses as much CPU as a start of Python may on a busy host, and then waits forever. The first line says that it is at work.
 CLEANER = (
     "import sys, time; 'resource_tracker import main'; print('up', flush=True)\n"
     "end = time.monotonic() + float(sys.argv[1])\n"
@@ -341,7 +341,7 @@ CLEANER = (
 
 
 def end_of(child: subprocess.Popen[str], ending: process.Ending) -> bool:
-    """Ends it as it is due; whether it had done its work."""
+    """Kill it when that is due; returns whether it had done its work."""
     while child.poll() is None:
         process.send(ending.due([child.pid]), signal.SIGKILL)
         time.sleep(0.05)

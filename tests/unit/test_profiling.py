@@ -1,4 +1,4 @@
-"""Traces of several ranks as one; the clocks of hosts from collectives alone."""
+"""Traces of several ranks merged into one; the hosts' clocks compared by collectives alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_calls_that_do_not_block_tell_nothing() -> None:
 
 
 def trace(rank: int, *, host: str = "a", base: int = 0, at: float = 10.0, **more: Any) -> Trace:
-    pid = 100 + rank % 2  # of two hosts, pids may be the same
+    pid = 100 + rank % 2  # pids on two hosts may be the same
     events = [
         {"ph": "X", "name": "work", "pid": pid, "tid": 1, "ts": at, "dur": 5.0},
         {"ph": "X", "name": "kernel", "pid": 0, "tid": 7, "ts": at, "dur": 1.0},
@@ -122,7 +122,7 @@ def test_hosts_of_the_same_name_have_clocks_of_their_own() -> None:
     merged, remarks = trace_merging.chrome(both)
     first, second = named(merged, "work")
     assert first["ts"] == second["ts"] and len(remarks) == 1
-    # Containers on one kernel have names of their own, and one clock.
+    # Containers on one kernel have their own host names, but one clock.
     merged, remarks = trace_merging.chrome([trace(0, clock="one"), trace(2, host="b", clock="one")])
     assert remarks == []
 

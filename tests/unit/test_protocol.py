@@ -1,8 +1,8 @@
-"""The rendezvous protocol under arbitrary interleavings, delays and deaths: nothing here does I/O.
+"""The rendezvous protocol under arbitrary interleavings, delays and deaths, without any I/O.
 
-Each node is its generator of steps; a scheduler drawn by hypothesis decides whose operation takes
-effect next, who dies, whose answer is lost, when the store is lost, and when time passes. Operations act on
-one shared table, as a linearizable store's do.
+Each node is its generator of steps. A scheduler drawn by hypothesis decides whose operation takes effect next,
+who dies, whose answer is lost, when the store is lost, and when time passes. Operations act on one shared table,
+as a linearizable store's do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEAT = 0.5
 
 @dataclass
 class Participant:
-    """A node: its generator, the operation it is about to do, and what came of it."""
+    """A node: its generator, its next operation, and the outcome."""
 
     node: Node
     settings: Settings
@@ -36,8 +36,8 @@ class Participant:
     alive: bool = True
     beats: bool = False
     epoch: int = 0  # of the store it is connected to
-    needed: int = 0  # survivors, without whom it must not go on
-    is_new: bool = False  # the store has taken the place of a lost one
+    needed: int = 0  # survivors that it must not go on without
+    is_new: bool = False  # the store has replaced a lost one
     plan: Any = None  # of the round it is a member of
     ids: tuple[str, ...] = ()
     reasons: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class World:
         participant.operation = next(participant.steps)
 
     def again(self, participant: Participant) -> None:
-        """Into the next round, as a member of the one it has joined."""
+        """Enter the next round, as a member of the one that it has joined."""
         joined = participant.outcome
         assert isinstance(joined, Joined)
         participant.node = replace(
@@ -89,13 +89,13 @@ class World:
         self.start(participant)
 
     def retry(self, participant: Participant, *, took_effect: bool) -> None:
-        """Its connection breaks in the middle of an operation: it starts the round anew."""
+        """Its connection breaks in the middle of an operation, so it starts the round again."""
         if took_effect and not isinstance(participant.operation, operations.Await):
             self._apply(participant, participant.operation)
         self.start(participant)
 
     def lose_store(self) -> None:
-        """An empty one takes its place; who is in a round or on the way to one finds out later."""
+        """An empty store replaces it; nodes in a round or on their way to one find out later."""
         self.epoch += 1
         self.table = {}
 
@@ -132,7 +132,7 @@ class World:
         return True
 
     def act(self, participant: Participant) -> None:
-        """The participant's operation takes effect, and it goes on to its next."""
+        """The participant's operation takes effect, and the participant proceeds to its next one."""
         if participant.epoch != self.epoch:
             self.recover(participant)
             self.start(participant)
@@ -183,7 +183,7 @@ class World:
     def _check(self, participant: Participant) -> None:
         outcome = participant.outcome
         if isinstance(outcome, Joined):
-            # A store that was lost with a plan nobody had read yet may see another one.
+            # After a store is lost with a plan that nobody had read, the next store may get another plan.
             held = self.plans.setdefault((self.epoch, outcome.generation), outcome.plan)
             assert held == outcome.plan, "two plans in one generation"
             place = (self.epoch, outcome.generation, outcome.rank)
@@ -199,7 +199,7 @@ class World:
             assert participant.ids[outcome.rank] == participant.name
 
     def pass_time(self) -> None:
-        """Until something can happen that could not: live nodes beat meanwhile."""
+        """Advance the clock until something new can happen; live nodes beat meanwhile."""
         waits = [
             each.blocked_until
             for each in self.nodes.values()
@@ -213,7 +213,7 @@ class World:
                 self.table[f"beat/{each.name}"] = {"beat": number + 1}
 
     def run(self, limit: float = 2000.0) -> None:
-        """Fairly, until nobody has anything to do."""
+        """Schedule fairly, until no node has anything to do."""
         end = self.now + limit
         while any(each.alive and each.outcome is None for each in self.nodes.values()):
             runnable = self.runnable()
@@ -420,7 +420,7 @@ def test_a_job_that_was_closed_and_is_gone_does_not_bar_its_name(told_by_call: b
     assert all(isinstance(each, Joined) for each in outcomes), outcomes
     assert "closed" not in world.table
     assert world.now - before >= protocol.LEASES_TO_OPEN * TIMING.lease
-    # And the next of the name, if that one is killed, finds its round.
+    # If that job is killed, the next one of the same name finds its round.
     world.add("late", FIXED2)
     world.run(1)
     assert world.nodes["late"].outcome is None
@@ -505,7 +505,7 @@ def test_the_leaders_death_at_every_step_only_elects_another(step: int) -> None:
     world.run(100)
     living = [world.nodes[name] for name in "bcd"]
     if any(isinstance(each.outcome, Joined) for each in living):
-        # The plan was out before it died: its members find that out, and meet again.
+        # The plan was out before it died: its members find out, and meet again.
         joined = [each for each in living if isinstance(each.outcome, Joined)]
         if len(joined) < 3:
             for each in joined:
@@ -565,7 +565,7 @@ def test_a_lost_answer_at_any_step_costs_no_round(step: int, who: str, effect: b
 
 @pytest.mark.parametrize("step", range(16))
 def test_a_newcomer_whose_answer_is_lost_finds_that_it_was_admitted(step: int) -> None:
-    """Others wait for it in their round; waiting for the next one it would keep them waiting for ever."""
+    """Others wait for it in their round; if it waited for the next one, they would wait forever."""
     world = World()
     settings = Settings(min_nodes=2, max_nodes=3, last_call=0.1)
     for name in "ab":
@@ -586,7 +586,7 @@ def test_a_newcomer_whose_answer_is_lost_finds_that_it_was_admitted(step: int) -
 
 
 def test_slots_of_a_lost_store_mean_nothing_in_the_next() -> None:
-    """c has not read the plan when the store is lost; in the new one its slot is another's of that plan."""
+    """c has not read the plan when the store is lost; in the new store, that plan gives its slot to another node."""
     world = World()
     settings = Settings(min_nodes=3, max_nodes=3)
     for name in "abc":
@@ -648,7 +648,7 @@ def test_a_note_that_the_store_has_moved_leads_everybody_there(step: int) -> Non
 
 
 def test_a_round_that_was_to_go_elsewhere_is_void_where_that_store_has_ended() -> None:
-    """Whoever went there in vain comes back, and all are still members of the last round."""
+    """Nodes that went there in vain come back, and all are still members of the last round."""
     world = World()
     three = replace(ELASTIC, min_nodes=3, max_nodes=3)
     for name in "abc":
@@ -668,7 +668,7 @@ def test_a_round_that_was_to_go_elsewhere_is_void_where_that_store_has_ended() -
 
 
 def test_a_round_that_was_to_go_elsewhere_is_void_where_this_store_is_the_newer_one_now() -> None:
-    """Its leader came when it was not. The other store leads back here, so whoever followed the plan would go round in circles."""
+    """Its leader arrived before it was. The other store leads back here, so nodes that followed the plan would go in circles."""
     world = World()
     three = replace(ELASTIC, min_nodes=3, max_nodes=3)
     for name in "abc":
@@ -690,7 +690,7 @@ def test_a_round_that_was_to_go_elsewhere_is_void_where_this_store_is_the_newer_
 
 
 def test_ends_heard_of_by_rank_are_not_those_of_strangers_who_met_in_an_empty_store() -> None:
-    """The leader was a member of a round with the same number, in the store that was lost."""
+    """The leader was a member of a round with the same number in the store that was lost."""
     world = World()
     one = Settings(min_nodes=1, max_nodes=2, last_call=0.0)
     world.add("a", one)
@@ -713,7 +713,7 @@ def test_ends_heard_of_by_rank_are_not_those_of_strangers_who_met_in_an_empty_st
         {"addr": "", "port": 1, "generation": 1},
         {"addr": "x", "port": 0, "generation": 1},
         {"addr": 7, "generation": 1},
-        {"addr": "there", "port": 4711, "generation": 0},  # it knows no more than this place
+        {"addr": "there", "port": 4711, "generation": 0},  # it knows no more than this place does
         {"addr": "there", "port": 4711, "generation": 0, "moves": 2, "store": "a"},
         {"addr": "there", "port": 4711, "generation": 0, "moves": 3, "store": "a"},
     ],
@@ -757,7 +757,7 @@ def test_what_a_broken_member_says_fails_no_leader(facts: dict[str, Any]) -> Non
 @pytest.mark.parametrize("what", ["node/0", "node/1", "arrivals", "call", "plan", "head"])
 @pytest.mark.parametrize("step", range(0, 14, 2))
 def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: str) -> None:
-    """Nobody is left in a round that cannot end: a plan that is lost takes its round with it."""
+    """No node is left in a round that cannot end: a lost plan takes its round with it."""
     world = World()
     for name in "abcd":
         world.add(name, FIXED4)
@@ -770,7 +770,7 @@ def test_what_somebody_destroys_while_nodes_arrive_is_put_back(step: int, what: 
 
 
 def test_a_newcomer_that_saw_an_old_head_does_not_wait_for_a_round_of_old() -> None:
-    """Somebody had put it back, and destroyed that round's plan: restored records lead it on."""
+    """A stranger had put it back and destroyed that round's plan; restored records lead the newcomer on."""
     world = World()
     for name in "ab":
         world.add(name, ELASTIC)
@@ -806,7 +806,7 @@ def test_a_count_of_waiting_nodes_that_somebody_destroys_is_put_back() -> None:
 
 
 def test_a_call_that_somebody_destroys_while_its_leader_waits_is_put_back() -> None:
-    """Members of the last round go on to the next one when they see its call."""
+    """Members of the last round proceed to the next one when they see its call."""
     world = World()
     for name in "ab":
         world.add(name, Settings(min_nodes=2, max_nodes=2))
@@ -830,7 +830,7 @@ def test_a_call_that_somebody_destroys_while_its_leader_waits_is_put_back() -> N
 
 
 def settle(world: World, rounds: int = 12) -> None:
-    """Nobody dies any more. Members go on to the next round for the reasons a launcher has."""
+    """No more deaths. Members proceed to the next round for the reasons that a launcher has."""
     for _ in range(rounds):
         world.run(200)
         alive = [each for each in world.nodes.values() if each.alive]
@@ -873,7 +873,7 @@ def test_any_interleaving_with_deaths_and_losses_ends_in_one_plan_of_all_that_li
     count = data.draw(st.integers(1, 7), label="nodes")
     for index in range(count):
         world.add(f"n{index}", settings)
-    # Chaos: any order, deaths, time that passes while operations are on their way.
+    # Chaos: any order, deaths, and time that passes while operations are in flight.
     for _ in range(data.draw(st.integers(0, 60), label="steps")):
         runnable = world.runnable()
         action = data.draw(st.integers(0, 24), label="action")
@@ -885,7 +885,7 @@ def test_any_interleaving_with_deaths_and_losses_ends_in_one_plan_of_all_that_li
             world.pass_time()
         elif action == 2:
             joined = [n for n in world.nodes.values() if n.alive and isinstance(n.outcome, Joined)]
-            if joined:  # its workers failed: it goes on to the next round
+            if joined:  # its workers failed, so it proceeds to the next round
                 world.again(data.draw(st.sampled_from(joined), label="again"))
         elif action == 3 and pending:
             unlucky = data.draw(st.sampled_from(pending), label="unlucky")

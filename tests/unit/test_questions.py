@@ -1,4 +1,4 @@
-"""Questions to several places: one that does not answer delays no other, and none is asked twice at once."""
+"""Questions to several places: one that does not answer delays no other, and no place is asked twice at once."""
 
 import contextlib
 import threading

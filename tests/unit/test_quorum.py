@@ -1,4 +1,4 @@
-"""When a round closes, and with whom: tables for the rules, properties for all that the tables leave out."""
+"""When a round closes, and with which nodes: tables for the rules, properties for everything else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELASTIC = Settings(min_nodes=2, max_nodes=4, last_call=30.0, straggler=5.0)
 
 
 def arrivals(*nodes: str, ranks: dict[str, int] | None = None) -> dict[int, Arrival]:
-    """Nodes in the order in which they came; ``ranks`` are those of the last round."""
+    """Nodes in the order of their arrival; ``ranks`` are those of the last round."""
     last = ranks or {}
     return {
         slot: Arrival(slot=slot, node_id=name, host=name, last_rank=last.get(name))
@@ -125,7 +125,7 @@ def test_time_that_is_over_does_not_make_a_minority_a_quorum() -> None:
 
 
 def test_a_live_member_is_waited_for_beyond_the_last_call() -> None:
-    """It saves a checkpoint, say."""
+    """It may be saving a checkpoint, for example."""
     standing = later(*"ab", last="abc", missing=frozenset("c"), enough_since=0.0)
     assert isinstance(decide(1000.0, ELASTIC, standing), NotYet)
 
@@ -142,7 +142,7 @@ def test_newcomers_do_not_take_the_room_of_members_that_are_on_their_way(came: s
     assert isinstance(decide(14.9, ELASTIC, standing), NotYet)
     assert names(decide(15.0, ELASTIC, standing), standing), "a moment is enough"
     assert names(decide(11.0, ELASTIC, replace(standing, out_of_time=True)), standing)
-    # One of them is known to have ended: there is room for as many newcomers.
+    # If one of them is known to have ended, there is room for one more newcomer.
     known = replace(standing, missing=frozenset(sorted(missing)[1:]))
     is_closed = isinstance(decide(11.0, ELASTIC, known), Close)
     assert is_closed == (len(missing) == 1)
@@ -159,7 +159,7 @@ def test_newcomers_do_not_take_the_room_of_members_that_are_on_their_way(came: s
         (["x", "c", "a"], {"a": 0, "c": 2}, ["a", "x", "c"]),
         (["a", "d"], {"a": 0, "d": 3}, ["a", "d"]),  # the round has no rank 3
         (["d", "c"], {"c": 2, "d": 3}, ["c", "d"]),
-        (["a", "b"], {"a": 1, "b": 1}, ["b", "a"]),  # a rank that two claim
+        (["a", "b"], {"a": 1, "b": 1}, ["b", "a"]),  # two nodes claim one rank
         (["a", "b"], {"a": -1, "b": 0}, ["b", "a"]),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_closed_round_keeps_every_promise(case: tuple[float, Settings, Standin
     assert not spares or len(chosen) == settings.max_nodes
     survivors = [each for each in (*chosen, *spares) if each.last_rank is not None]
     assert len(survivors) >= standing.survivors_needed
-    # Who was there stays before who has just come.
+    # Nodes that were there before take precedence over new ones.
     assert not any(s.last_rank is not None for s in spares) or all(
         each.last_rank is not None for each in chosen
     )
@@ -255,7 +255,7 @@ def test_whoever_has_to_wait_knows_for_what(case: tuple[float, Settings, Standin
     assert answer.reason
     present = {each.node_id for each in standing.arrivals.values()} - standing.gone
     assert answer.enough <= (len(present) >= settings.min_nodes)
-    # Something it names can change the answer: time, or somebody who comes.
+    # Something that it names can change the answer: time, or a further arrival.
     assert answer.look_at is not None or answer.slots > len(standing.arrivals)
     if answer.look_at is not None:
         assert answer.look_at > now
@@ -263,7 +263,7 @@ def test_whoever_has_to_wait_knows_for_what(case: tuple[float, Settings, Standin
             then = replace(standing, enough_since=now)
         else:
             then = standing if answer.enough else replace(standing, enough_since=None)
-        # A hair later: adding to a float and taking away again need not give the same.
+        # Slightly later, since adding to a float and subtracting again need not give the same.
         assert isinstance(decide(answer.look_at + 1e-6, settings, then), Close)
 
 
@@ -328,7 +328,7 @@ def test_once_the_time_is_over_enough_nodes_are_enough(
 def test_of_members_that_cannot_reach_each_other_one_side_goes_on_at_most(
     data: st.DataObject,
 ) -> None:
-    """Whoever has ended, and however much of that each side knows; one of them may still have the store."""
+    """Whatever members have ended, and whatever each side knows of that; one side may still have the store."""
     count = data.draw(st.integers(1, 9), label="members")
     ended = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1), label="ended")
     living = [each for each in range(count) if each not in ended]

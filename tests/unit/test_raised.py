@@ -1,4 +1,4 @@
-"""What is set on an exception although its class forbids it."""
+"""What is set on an exception even though its class forbids it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: every one is given out once, and workers of one node are neighbours."""
+"""Ranks: each is assigned once, and the workers of a node have consecutive ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_part_of_a_larger_job_is_moved_as_a_whole(workers_of_nodes, offset, ot
 
 
 def test_tasks_of_one_machine_share_it():
-    """`srun --ntasks-per-node=2` on two machines: four supervisors with a worker each."""
+    """`srun --ntasks-per-node=2` on two machines: four supervisors with one worker each."""
     machine, task = 1, 0
     (worker,) = assign(
         (1, 1, 1, 1),

@@ -1,4 +1,4 @@
-"""Jobs on Ray: sizes, the command line of the nodes, and what becomes of bundles. Without Ray."""
+"""Jobs on Ray: sizes, the nodes' command line, and what becomes of bundles. Without Ray."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_bundle_that_is_lost_is_asked_for_until_the_job_is_over() -> None:
     ("ends", "exit_code"),
     [
         ([(0, False), (0, False)], 0),
-        ([(7, True), (0, False)], 7),  # its workers had ended well, another one's had not
+        ([(7, True), (0, False)], 7),  # its workers had ended well, another node's had not
         ([(1, False), (0, False)], 0),  # a node that left, and one that finished the job
         ([(1, False), (7, True)], 7),
         ([(3, False), (3, False)], 3),

@@ -1,4 +1,4 @@
-"""Records over a store into which somebody else writes."""
+"""Records in a store that somebody else writes to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def records(store: MemoryStore, codec: Codec) -> RecordStore:
 
 
 def spoil(store: MemoryStore, records: RecordStore, key: str, times: int = 1) -> None:
-    """Junk under the key and under the names it is skipped to."""
+    """Write junk under the key and under the names that are tried after it."""
     for index in range(times):
         store.set(records.full(key if index == 0 else f"{key}~{index}"), b"junk")
 
@@ -159,7 +159,7 @@ def test_writers_that_replace_junk_at_once_agree_on_one_record(
 
 
 class AlwaysFaster(MemoryStore):
-    """Somebody else writes after every operation of ours: nothing of ours stays."""
+    """Somebody else writes after each of our operations, so nothing that we write stays."""
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         super().compare_set(key, expected, desired)
@@ -219,7 +219,7 @@ def test_a_counter_that_nobody_touched_is_0(records: RecordStore) -> None:
 
 
 class HangsUp(MemoryStore):
-    """As c10d's server does to whoever adds to what is no number; its other connections go on."""
+    """Acts like c10d's server on an add to a value that is no number: it hangs up; other connections go on."""
 
     def __init__(self) -> None:
         super().__init__()

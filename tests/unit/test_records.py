@@ -1,4 +1,4 @@
-"""What stands in the store may be anybody's bytes: it is the job's record, or BadRecord, and never anything else."""
+"""The store may hold anybody's bytes: they are read as the job's record or raise BadRecord, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.rendezvous.records import MAX_DEPTH, MAX_RECORD, BadRecord, Code
 KEY = "rally/job/0/plan"
 SECRET = b"the job's secret"
 PLAIN, SECURE = Codec("job"), Codec("job", SECRET)
-# Text as JSON may carry it: half a surrogate pair is none.
+# Text that JSON may carry: half a surrogate pair is not text.
 TEXT = st.text(st.characters(exclude_categories=("Cs",)))
 JSON = st.recursive(
     st.none()
@@ -109,9 +109,9 @@ def test_who_has_another_secret_or_none_is_told_so() -> None:
         '{"v":1,"body":{"x":NaN}}',
         '{"v":1,"body":{"x":Infinity}}',
         '{"v":1,"body":{"x":-Infinity}}',
-        '{"v":1,"body":{"x":1e999}}',  # infinite once it is read
+        '{"v":1,"body":{"x":1e999}}',  # infinite once read
         '{"v":1,"body":{"x":' + "9" * 5000 + "}}",  # Python refuses to convert it
-        '{"v":1,"body":{"x":"\\ud800"}}',  # no text
+        '{"v":1,"body":{"x":"\\ud800"}}',  # not text
         '{"v":1,"body":{"\\udfff":1}}',
         '{"v":1,"body":[]}',
         '{"v":1}',
@@ -138,7 +138,7 @@ def nested(depth: int) -> bytes:
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, 200, 900, 5_000, 400_000])
 def test_deep_nesting_is_refused_and_not_recursed_into(depth: int) -> None:
-    """What Python just manages to read it might not manage to write again, with a deeper stack."""
+    """Python might be able to read it, but not to write it again with a deeper stack."""
     refused(PLAIN, nested(depth))
     refused(PLAIN, b"[" * depth)
     refused(PLAIN, b'{"v":' * depth)

@@ -46,7 +46,7 @@ def test_memory_is_writable_and_of_the_size_that_was_asked_for(size: int) -> Non
 def test_small_memory_is_not_kept() -> None:
     recycler = Recycler()
     for _ in range(3):
-        recycler.allocate(LEAST - 1)  # and is freed
+        recycler.allocate(LEAST - 1)  # freed at once
     assert recycler.kept == 0
 
 
@@ -65,7 +65,7 @@ def test_what_is_freed_is_lent_again_for_any_size_of_its_class() -> None:
 
 def test_other_classes_do_not_use_it() -> None:
     recycler = Recycler()
-    recycler.allocate(SIZE)  # and is freed
+    recycler.allocate(SIZE)  # freed at once
     kept = recycler.allocate(2 * SIZE)
     assert recycler.kept == SIZE
     assert len(kept) == 2 * SIZE
@@ -120,7 +120,7 @@ def test_no_more_is_kept_than_agreed() -> None:
 def test_what_is_given_up_comes_back_from_what_is_still_lent() -> None:
     recycler = Recycler()
     lent = recycler.allocate(SIZE)
-    recycler.allocate(SIZE)  # and is freed
+    recycler.allocate(SIZE)  # freed at once
     recycler.clear()
     assert recycler.kept == 0
     lent[:4] = b"mine"
@@ -137,7 +137,7 @@ def test_memory_outlives_its_recycler() -> None:
 
 
 def test_who_frees_while_the_lock_is_held_does_not_wait_for_it() -> None:
-    # A collection can run anywhere, in the middle of ``allocate``, too.
+    # A collection can run anywhere, even in the middle of ``allocate``.
     recycler = Recycler()
     memory = recycler.allocate(SIZE)
     with recycler._lock:

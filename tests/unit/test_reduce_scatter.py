@@ -1,4 +1,4 @@
-"""The work of a reduce-scatter: it ends with its all-reduces, in time, or as one of them fails."""
+"""The work of a reduce-scatter: it ends with its all-reduces, in time, or when one of them fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.elastic.communication.works import KeptWork, Lives
 
 
 class Part(dist.Work):
-    """As Gloo's all-reduce."""
+    """Acts like Gloo's all-reduce."""
 
     def __init__(self, state: str = "pending") -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def shared(owner: References, user: References) -> tuple[RRefId, ForkId]:
 
 
 def passed(user: References, fork: ForkId, to: References) -> Fork:
-    """``user`` passes its reference on, and its own object is gone; the request of ``to`` has not arrived yet."""
+    """``user`` passes its reference on and drops its own object; the request of ``to`` has not arrived yet."""
     child = user.fork_user(fork, to.me)
     assert to.receive(child).commands == [Send(child.owner, REQUEST, child.rref_id, child.fork_id)]
     assert user.dropped(fork) == []
@@ -88,7 +88,7 @@ def test_a_value_that_the_owner_still_holds_outlives_the_users() -> None:
     rref = a.create_owned()
     fork = a.fork_owned(rref, 1).fork_id
     assert a.on_user_delete(rref, fork, 1) == []
-    assert a.counts().num_owner_rrefs == 0  # nobody else's any more
+    assert a.counts().num_owner_rrefs == 0  # no longer held by anyone else
     assert a.owner_local_held(rref)
     assert a.owner_local_dropped(rref) == []
     assert a.owner_local_dropped(rref) == [Release(rref)]
@@ -130,7 +130,7 @@ def test_what_a_broken_connection_may_have_lost_is_asked_for() -> None:
     assert c.on_inquiry([came.fork_id, lost.fork_id]) == [lost.fork_id]
     assert b.unsent(lost) == []
     assert b.unsettled([came, lost]) == [came]
-    # It was only slow: it is dead, and leaves nothing behind.
+    # It was only slow; on arrival it is dead, and leaves nothing behind.
     assert "second time" in c.receive(lost).gone
     c.dropped(lost.fork_id)
     assert b.dropped(mine) == [] and b.on_child_accept(came.fork_id) == [
@@ -241,7 +241,7 @@ def test_remote_to_oneself_keeps_the_value_until_the_call_is_over() -> None:
         assert a.owner_local_dropped(rref) == []
         assert end(fork) == [Release(rref)]
         assert end(fork) == []
-        assert a.accept_remote(rref, fork, 0) == [Release(rref)]  # nobody waited for it
+        assert a.accept_remote(rref, fork, 0) == [Release(rref)]  # nobody was waiting for it
 
 
 def test_a_reference_that_is_faster_than_the_call_that_makes_its_value() -> None:
@@ -250,7 +250,7 @@ def test_a_reference_that_is_faster_than_the_call_that_makes_its_value() -> None
     child = passed(b, fork, c)
     assert a.on_fork_request(rref, child.fork_id, 2) == []
     home = c.fork_user(child.fork_id, 0)
-    assert a.receive(home).gone == ""  # it is held, though it is still to be made
+    assert a.receive(home).gone == ""  # it is held, though its value has not been made yet
     assert a.accept_remote(rref, fork, 1) == []
     assert a.counts().num_forks == 2
 
@@ -259,7 +259,7 @@ def test_a_value_that_is_given_up_before_it_is_made_is_made_nevertheless() -> No
     a, b, *_ = workers()
     rref, fork = b.create_remote(0)
     assert a.receive(b.fork_user(fork, 0)).gone == ""
-    assert a.owner_local_dropped(rref) == [Release(rref)]  # nothing but the expectation
+    assert a.owner_local_dropped(rref) == [Release(rref)]  # only the expectation of a value
     assert a.accept_remote(rref, fork, 1) == []
     assert a.counts().num_forks == 1
 
@@ -323,7 +323,7 @@ def test_the_references_of_a_lost_worker_are_reclaimed() -> None:
     other = a.fork_owned(rref, 2)
     assert a.peer_lost(2, "it hung up") == []
     assert a.on_user_delete(rref, mine, 1) == [Release(rref)]
-    # Nothing that it still sends, or is sent, makes it a holder.
+    # Nothing that it still sends, or that is sent to it, makes it a holder.
     assert a.on_fork_request(rref, child.fork_id, 2) == []
     assert a.on_user_delete(rref, other.fork_id, 2) == []
     assert a.accept_remote(RRefId(2, 0), ForkId(2, 1), 2) == [Release(RRefId(2, 0))]
@@ -426,7 +426,7 @@ def test_shutdown_deletes_what_it_can_and_the_rest_as_it_is_answered() -> None:
     pending_rref, pending = b.create_remote(0)
     assert b.delete_all() == [Send(0, DELETE, rref, mine)]
     assert b.counts().num_users == 1
-    assert b.dropped(mine) == b.dropped(pending) == []  # their objects go later
+    assert b.dropped(mine) == b.dropped(pending) == []  # their objects are dropped later
     assert b.why_dead(mine) == "it was deleted"
     for fork in (mine, pending):
         with pytest.raises(RpcError, match=r"Cannot call fork an UserRRef after deletion\."):
@@ -454,7 +454,7 @@ def test_a_leak_says_who_holds_what() -> None:
 
 @dataclass(frozen=True)
 class Mail:
-    """On its way: a call that carries a reference, a call of remote, a control message, an answer, news of a death."""
+    """In transit: a call that carries a reference, a remote call, a control message, an answer, or news of a death."""
 
     source: int
     to: int
@@ -473,7 +473,7 @@ class Handle:
 
 @dataclass
 class World:
-    """Workers, the objects in them, and a network that delivers in any order. It knows by itself who refers to what."""
+    """Workers, their objects, and a network that delivers in any order. It tracks independently who refers to what."""
 
     number: int
     peers: list[References] = field(init=False)
@@ -481,12 +481,12 @@ class World:
     mail: list[Mail] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
     owners: dict[RRefId, int] = field(default_factory=dict)
-    values: set[RRefId] = field(default_factory=set)  # made, and not released
+    values: set[RRefId] = field(default_factory=set)  # made and not released
     made: set[RRefId] = field(default_factory=set)
     cover: dict[ForkId, tuple[int, ForkId]] = field(default_factory=dict)  # child: its parent
     registered: set[ForkId] = field(default_factory=set)
     unanswered: list[tuple[int, ForkId]] = field(default_factory=list)
-    peaceful: bool = True  # nobody died, and nobody gave up
+    peaceful: bool = True  # nobody has died or given up
 
     def __post_init__(self) -> None:
         self.peers = list(workers(self.number))
@@ -503,7 +503,7 @@ class World:
         return fork is not None
 
     def references(self, rref: RRefId) -> Iterator[ForkId]:
-        """The user references that can still be used, or will be when they arrive."""
+        """The user references that can be used now, or once they arrive."""
         for handle in self.handles:
             fork = handle.fork_id
             if handle.rref_id == rref and fork and not self.peers[handle.at].why_dead(fork):
@@ -513,7 +513,7 @@ class World:
                 yield mail.what.fork_id
 
     def carry_out(self, at: int, commands: list[Command], request: Mail | None = None) -> str:
-        """As the shell does. Returns the answer to a request: empty if it is yes."""
+        """Do what the shell does. Returns the answer to a request: empty for yes."""
         answer = ""
         for command in commands:
             match command:
@@ -590,7 +590,7 @@ class World:
             self.carry_out(handle.at, peer.dropped(handle.fork_id))
 
     def bounce(self, which: int, *_: int) -> None:
-        """A call that has not left will not."""
+        """A call that has not left yet never will."""
         calls = [m for m in self.mail if isinstance(m.what, Fork) and m.source in self.alive]
         if calls:
             mail = calls[which % len(calls)]
@@ -605,7 +605,7 @@ class World:
             self.carry_out(at, self.peers[at].failed(fork, "no answer in time"))
 
     def die(self, who: int, fate: int, *_: int) -> None:
-        """``fate``: whether what it sent before still arrives."""
+        """``fate``: whether messages that it sent before still arrive."""
         if who not in self.alive or len(self.alive) < 3:
             return
         self.peaceful = False
@@ -672,11 +672,11 @@ class World:
         for step in range(100_000):
             if not self.mail:
                 return
-            self.deliver(step * 7)  # in no order
+            self.deliver(step * 7)  # in arbitrary order
         raise AssertionError("the network never gets quiet")
 
     def check_quiet(self) -> None:
-        """Nothing is on its way: each reference is known to its owner or dead, and no value is kept for nobody."""
+        """With nothing in transit, each reference is known to its owner or dead, and no value is kept for nobody."""
         held = {each.rref_id for each in self.handles}
         for handle in self.handles:
             fork = handle.fork_id
@@ -715,7 +715,7 @@ class World:
             assert is_empty(self.peers[at]), f"worker {at}: {self.peers[at].counts()}"
 
 
-# Name and weight of what happens at random.
+# Name and weight of each random action.
 QUIET = {"create": 1, "remote": 2, "share": 5, "drop": 3, "deliver": 5, "repeat": 2, "bounce": 1}
 ROUGH = QUIET | {"give_up": 1, "die": 1}
 

@@ -1,4 +1,4 @@
-"""Exceptions as data: the same on the other side, or a RemoteError; never an error of their own."""
+"""Exceptions as data: the same exception on the other side, or a RemoteError; never an error of the transfer itself."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ReduceLies(Exception):
 
 
 class ReduceForgets(Exception):
-    """Of what it holds, a lock cannot be sent, and is not."""
+    """It holds a lock, which cannot be sent and is left out."""
 
     def __init__(self, text):
         super().__init__(text)
@@ -141,7 +141,7 @@ class LongText(Exception):
 
 
 class Plain:
-    """Equal to nothing but itself."""
+    """Equal only to itself."""
 
 
 class OneThing(Exception):
@@ -201,7 +201,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def sent(error: BaseException, worker: str = "b") -> BaseException:
-    """``error``, as the other side has it."""
+    """``error`` as the other side gets it."""
     description = pickle.loads(pickle.dumps(describe(raised(error))))
     assert {type(value) for value in description.values()} <= {str, list, bytes}
     return rebuild(description, worker)
@@ -321,7 +321,7 @@ def test_what_cannot_be_made_again_is_told(error: BaseException, name: str, mess
 
 
 def test_a_class_that_is_missing_here_becomes_a_remote_error(tmp_path: Path) -> None:
-    """Of a module, and of another program's __main__."""
+    """The class may be from a module, or from another program's __main__."""
     (tmp_path / "faraway.py").write_text("class Gone(ValueError): pass")
     program = (
         "import faraway, sys, pickle\n"

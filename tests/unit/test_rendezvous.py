@@ -1,4 +1,4 @@
-"""Fixed membership over the memory store: every node gets the same plan, or is told why not."""
+"""Fixed membership over the memory store: every node gets the same plan, or learns why not."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -75,7 +75,7 @@ def test_the_next_generation_waits_for_all_again() -> None:
     with ThreadPoolExecutor(1) as pool:
         one = pool.submit(nodes[1].next_rendezvous)
         with pytest.raises(TimeoutError):
-            one.result(0.2)  # the plan of generation 0 is there, and is not taken for this one
+            one.result(0.2)  # the plan of generation 0 exists, but is not taken for this one
         assert nodes[0].next_rendezvous().generation == 1
         assert one.result(20).generation == 1
     end(*nodes)
@@ -114,7 +114,7 @@ def test_names_are_sorted_as_people_number_them(earlier: str, later: str) -> Non
 def test_a_lease_is_lost_after_its_time_without_a_move_and_not_before(
     steps: list[tuple[int, bool]],
 ) -> None:
-    """Of a pause in which the observer itself stood still, half a lease counts."""
+    """Of a pause in which the observer itself was stopped, half a lease counts."""
     leases, now, counter, waited = Leases(timeout=5.0), 0.0, 0, 0.0
     leases.observe(now, {1: counter})
     for eighths, moves in steps:
@@ -128,7 +128,7 @@ def test_a_lease_is_lost_after_its_time_without_a_move_and_not_before(
 
 
 def test_nodes_are_not_lost_because_all_of_them_stood_still() -> None:
-    """A job that Slurm has suspended, a store that did not answer: whoever looks first has seen no beat since."""
+    """A job that Slurm has suspended, or a store that did not answer: the first node to look has seen no beat since."""
     leases = Leases(timeout=5.0)
     for second in range(10):
         assert leases.observe(float(second), {1: second}) == ()

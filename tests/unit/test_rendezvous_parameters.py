@@ -1,4 +1,4 @@
-"""Parameters are checked when given, and options when read; the error says which and what is allowed."""
+"""Parameters are checked when given, options when read; the error says which one and what is allowed."""
 
 import pickle
 import socket
@@ -120,7 +120,7 @@ def test_defaults_stand_in_for_what_is_not_given() -> None:
     assert made.get_as_int("absent", 3) == 3
     assert made.get_as_seconds("absent", 3) == 3.0
     assert made.get_as_seconds("empty", 3) == 3.0
-    assert made.get_as_bool("empty", True) is None  # as torch has it: None was given
+    assert made.get_as_bool("empty", True) is None  # as in torch: None was given
     assert made.get_as_int("empty", 3) is None
 
 
@@ -180,7 +180,7 @@ def test_the_workers_store_is_settled_as_in_torch() -> None:
         store = HashStore()
         first = ours.build(0, store, "10.0.0.7", 29511)
         assert (first.master_addr, first.master_port) == ("10.0.0.7", 29511)
-        # Who comes second reads what the first has written, also if that was the other package.
+        # The second node reads what the first has written, even if the first used the other package.
         other = torch_api.RendezvousStoreInfo if theirs is None else RendezvousStoreInfo
         second = other.build(1, store, "10.0.0.8")
         assert (second.master_addr, second.master_port) == ("10.0.0.7", 29511)

@@ -1,4 +1,4 @@
-"""Backends by name, plug-ins included: real distributions in a folder, imported only when asked for."""
+"""Backends by name, including plug-ins: real distributions in a folder, imported only when asked for."""
 
 import importlib
 import logging
@@ -46,7 +46,7 @@ def parameters(backend: str) -> RendezvousParameters:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Lay a distribution with entry points and a module into a folder on ``sys.path``."""
+    """Put a distribution with entry points and a module into a folder on ``sys.path``."""
     modules: list[str] = []
 
     def install(name: str, points: dict[str, str], source: str = "", group: str = CREATORS) -> None:
@@ -368,6 +368,6 @@ def test_importing_the_package_looks_for_no_plug_ins() -> None:
 
 
 def _path() -> str:
-    # -S: site's .pth files of other packages import what they like.
+    # -S: other packages' .pth files, run by site, import what they like.
     folder = Path(importlib.import_module("rallypoint").__file__ or "").parents[1]
     return f"import sys; sys.path.insert(0, {str(folder)!r});"

@@ -15,10 +15,10 @@ STATE = State(max_restarts=0, grace=1.0, phase=Phase.RUNNING)
 
 
 def grown(store_port: int) -> tuple[Replacements, Any]:
-    """In a round of three nodes, one of which has just come: what is tested, and what workers are told.
+    """The object under test, in a round of three nodes, one of which has just come; and what it tells workers.
 
     Args:
-        store_port: of the workers' store; 0: it is another one now.
+        store_port: the port of the workers' store; 0: their store is another one now.
     """
     kept = Kept(
         keepers=frozenset({0, 1}), replaced=0, port=store_port, before=(1, 1), were=(0, 1, -1)

@@ -1,4 +1,4 @@
-"""How groups and meshes lie over replicas: renewed ones are those that a mesh of the new number of replicas has."""
+"""How groups and meshes map to replicas: renewed ones equal those of a mesh with the new number of replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ counts = st.integers(1, 5)
 
 
 def groups_of(shape: tuple[int, ...], rank: int) -> list[tuple[int, ...]]:
-    """The groups of a mesh over all ranks, of each subset of its dimensions, that a rank is in."""
+    """The groups of a mesh over all ranks, for each subset of its dimensions, that a rank is in."""
     place, left = [], rank
     for size in reversed(shape):
         left, at = divmod(left, size)

@@ -1,4 +1,4 @@
-"""What a rank with replicated state keeps, as the process finds it that takes its place."""
+"""What a rank with replicated state keeps, as found by the process that takes its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rallypoint.elastic.storage.memory import Memory
 
 @pytest.fixture
 def memories() -> Iterator[list[Memory]]:
-    """A worker's, and that of the process that takes its place."""
+    """A worker's memory, and that of the process that takes its place."""
     first = Memory()
     made = [first]
     yield made
@@ -39,7 +39,7 @@ def generators() -> Iterator[None]:
 
 
 def run_steps(kept: Replicated, course: Course, steps: int) -> list[torch.Tensor]:
-    """Run whole steps and begin one more; returns what each has drawn."""
+    """Run whole steps and start one more; returns what each has drawn."""
     drawn = []
     for step in range(steps + 1):
         kept.begin_step(is_task=False)
@@ -59,12 +59,12 @@ def test_a_newcomer_continues_at_the_step_that_the_others_agree_on(
     kept = Replicated(objects, course, memories[0], lambda: None)
     drawn = run_steps(kept, course, 5)
     kept.note_collective()
-    drawn.append(torch.rand(1))  # of step 6, had this rank lived
+    drawn.append(torch.rand(1))  # in step 6, had this rank lived
     newcomer = Replicated(objects, Course(), taken_over(memories), lambda: None)
     torch.manual_seed(99)
     newcomer.settle(Verdict(0, (1,), at, ()), None, receives=True, is_new=True, buffers=b"")
     assert not caplog.records
-    # Step 4 again: the others have not seen its end.
+    # Step 4 is repeated if the other ranks have not seen its end.
     assert torch.equal(torch.rand(1), drawn[at])
 
 
@@ -80,7 +80,7 @@ def test_what_nobody_knows_is_said(
 
 
 class Counts(torch.nn.Module):
-    """A buffer that all ranks have alike and change behind the last collective, and one of each rank's own."""
+    """A buffer that is alike on all ranks and changes after the last collective, and one of each rank's own."""
 
     def __init__(self, own: float) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ def test_a_buffer_that_all_ranks_have_alike_comes_from_the_others(
     source = Replicated(Objects([other]), course, memories[-1], lambda: None)
     source.begin_step(is_task=False)
     source.note_collective()
-    other.count += 1  # an average is updated, say
+    other.count += 1  # for example, an average is updated
     course.note_complete(is_task=False)
     told = source.buffers_behind(1)
     kept = Replicated(Objects([lost]), Course(), memories[0], lambda: None)
     kept.begin_step(is_task=False)
-    kept.note_collective()  # it dies behind it
+    kept.note_collective()  # it dies after the collective
     place = Counts(0.0)
     newcomer = Replicated(Objects([place]), Course(), taken_over(memories), lambda: None)
     place.load_state_dict(other.state_dict())  # what it receives

@@ -1,4 +1,4 @@
-"""The report as a person reads it: short, in its columns, and safe to print whatever a worker said."""
+"""The report as a person reads it: short, in its columns, and safe to print whatever workers said."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_of_a_long_stack_what_only_points_and_divides_goes_first():
         if line.strip() and "^" not in line and line + "\n" != beginning
     ]
     assert stack == expected[:-1]
-    # A short one is shown as it is.
+    # A short traceback is shown as it is.
     short = f"{beginning}{steps[0]}E: 7\n"
     lines = render(report(raising(0, "E", "7", short))).splitlines()
     assert any("^^~~" in line for line in lines)

@@ -1,4 +1,4 @@
-"""`--requeue-on`: what Slurm is asked for, and what is said when it refuses."""
+"""`--requeue-on`: what is requested from Slurm, and what is said when Slurm refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_other_words_are_no_codes(text: str) -> None:
 
 
 class Slurm:
-    """Its two commands, which note how they are called."""
+    """Slurm's two commands, which record how they are called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

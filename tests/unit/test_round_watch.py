@@ -1,4 +1,4 @@
-"""Losses that arrive when the next round has formed."""
+"""Losses that arrive after the next round has formed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_loss_counts_only_in_the_round_in_which_the_node_was_watched(
     records.write("1/node/1", {"id": "other", "host": "there"})
     watch.watch(records, 1, 0, {"order": [0, 1]}, room=False)
     try:
-        # As the pulse calls it, which may have been about to when the round formed.
+        # As the pulse calls it; it may have been about to when the round formed.
         neighbour = Neighbour(node_id="other", rank=1, host="there", generation=generation)
         watch._heed_loss(Loss(neighbour, certain=False, reason="it was silent"))
     finally:

@@ -1,4 +1,4 @@
-"""Which local parts of a backward pass run when, and which sent tensors take part; in every order of arrivals."""
+"""Which local parts of a backward pass run when, and which sent tensors take part, for every order of arrivals."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ needs_of_inputs = st.dictionaries(
 def test_each_input_is_computed_once_with_all_that_it_needs(
     needs: dict[int, list[int]], order: list[int], count: int, data: st.DataObject
 ) -> None:
-    """The first ``count`` outputs take part, which becomes known at some time."""
+    """The first ``count`` outputs take part, which becomes known at some point."""
     needs = {each: list(dict.fromkeys(needed)) for each, needed in needs.items()}
     schedule = Schedule(range(6), needs)
     taking_part = set(order[:count])
@@ -109,7 +109,7 @@ def test_a_pass_over_workers_ends_and_gives_each_tensor_one_gradient(
     assert found == expected
     assert sum(map(len, search.found.values())) == len(expected)
 
-    # Each worker's schedule: at first whatever was sent may take part. Messages come in any order.
+    # Each worker's schedule: at first, whatever was sent may take part. Messages arrive in any order.
     taking_part = {root, *expected}
     schedules = {}
     for worker in {each[0] for each in below}:
@@ -121,7 +121,7 @@ def test_a_pass_over_workers_ends_and_gives_each_tensor_one_gradient(
         schedules[worker] = Schedule(own, needs)
     on_their_way = [root]
     delivered: list[tuple[int, int]] = []
-    # A tensor's dependents may be on several workers, each of which received it in a message of its own.
+    # A tensor's dependents may be on several workers, each of which received it in its own message.
     shares: dict[tuple[int, int], set[int]] = {}
     for other in taking_part:
         for one in below[other]:

@@ -1,4 +1,4 @@
-"""Calls that are completed together: one of them must not hold up the others."""
+"""Calls that are completed together: one of them must not delay the others."""
 
 from collections import deque
 
@@ -22,7 +22,7 @@ def test_calls_are_completed_in_order_and_once():
 
 
 def test_whoever_leads_next_goes_on_where_one_is_held_up():
-    """The first waits for the last, as a callback may that was added at this moment."""
+    """The first waits for the last, as a callback added at this moment might."""
     done, jobs = [], deque()
 
     def wait_for_the_others(me):

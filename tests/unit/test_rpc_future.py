@@ -1,4 +1,4 @@
-"""A failure that somebody looks at is not reported as one that nobody looks at."""
+"""A failure that somebody looks at is not reported as one that nobody has looked at."""
 
 import dataclasses
 import logging

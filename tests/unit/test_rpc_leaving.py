@@ -1,4 +1,4 @@
-"""Who leaves the group when several threads call shutdown."""
+"""Which thread leaves the group when several call shutdown."""
 
 import pytest
 
@@ -22,12 +22,12 @@ def test_the_first_one_leads(graceful, serving):
         (None, OTHER, True, Part.FOLLOW),
         (OTHER, None, False, Part.CUT_SHORT),
         (OTHER, OTHER, False, Part.FOLLOW),
-        # A signal handler in the thread that leaves.
+        # A signal handler in the leaving thread.
         (ME, None, True, Part.REFUSE),
         (ME, ME, True, Part.REFUSE),
         (ME, None, False, Part.CUT_SHORT),
         (ME, ME, False, Part.RETURN),
-        # Another thread has cut this one's short, and a handler comes on top.
+        # Another thread has cut this thread's shutdown short, and a handler interrupts it.
         (ME, OTHER, False, Part.RETURN),
         (OTHER, ME, False, Part.RETURN),
     ],

@@ -1,4 +1,4 @@
-"""What a user does wrongly is told at once, by name, where it was done."""
+"""A user's mistakes are reported at once, by name, where they were made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_one(x):
 
 
 def ask_in_vain():
-    """A call that would have the default time, in one that has none left."""
+    """Make a call with the default timeout, inside a call that has no time left."""
     rpc.current_call().deadline = time.monotonic() + 0.05
     try:
         rpc.rpc_sync("me", time.sleep, (0.3,))
@@ -331,7 +331,7 @@ async def work(x):
 
 
 class Wrapped:
-    """A callable that cannot be told to be a coroutine function."""
+    """A callable that cannot be recognized as a coroutine function."""
 
     def __call__(self, x):
         return work(x)
@@ -363,6 +363,6 @@ def test_a_result_of_ones_own_for_the_future_of_a_call_is_refused(alone, caplog,
             f"Future can only be marked completed once: {method}() was called on the future of a call ({__name__}.nap on 'me'), which the call's answer completes:"
             " use cancel() to wait no longer, or a torch.futures.Future() of your own for another result"
         )
-        # The answer is there as ever, and is not replaced later either.
+        # The answer arrives as usual, and is not replaced later either.
         assert future.wait() == 0.2
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Options: what cannot work is refused where it is written, by name, value and what was expected."""
+"""Options: what cannot work is refused where it is given, with its name, its value and what was expected."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""What arrives of what was sent: tensors of every kind, what shares memory, what has no name, what is not allowed."""
+"""What arrives of what was sent: tensors of every kind, shared memory, objects without a name, and what is not allowed."""
 
 import collections
 import io
@@ -22,7 +22,7 @@ from rallypoint.wire import frames
 
 
 def sent(obj: Any, **options: Any) -> Any:
-    """To the other side and into memory of its own."""
+    """Sent to the other side, and read into memory of its own."""
     data, writer = dumps(obj, **options)
     return loads(data, [bytearray(each) for each in writer.buffers])
 
@@ -101,9 +101,9 @@ def test_types_that_come_with_later_versions_of_torch_arrive_too():
         lambda: torch.empty(0, 3).t(),
         lambda: torch.tensor(3.5),
         lambda: torch.arange(20.0).as_strided((4, 4), (2, 1), 3),
-        # Elements in the same place, with wide gaps between them.
+        # Overlapping elements, with wide gaps between them.
         lambda: torch.arange(60.0).as_strided((2, 3), (0, 25), 3),
-        # Memory that is no multiple of an element.
+        # Memory whose size is no multiple of the element's.
         lambda: torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32),
         lambda: torch.arange(4099, dtype=torch.int32).view(torch.uint8)[:-2].view(torch.int16),
         lambda: torch.zeros(20_003, dtype=torch.uint8)[:20_000].view(torch.float64),
@@ -139,7 +139,7 @@ def test_any_view_of_any_memory_arrives(data):
         lambda: torch.eye(3).to_sparse_csr(),
         lambda: torch.nn.Parameter(torch.ones(3)),
         lambda: torch.ones(3, dtype=torch.complex64).conj(),
-        # As torch.save writes it.
+        # Written in torch.save's format.
         lambda: torch.zeros(3, dtype=torch.float8_e8m0fnu),
         lambda: torch._efficientzerotensor((3,)),
     ],
@@ -299,7 +299,7 @@ def test_an_attribute_cannot_replace_a_method_under_a_list():
 
 
 class Named(torch.Tensor):
-    """A subclass with something of its own."""
+    """A subclass with an attribute of its own."""
 
     label: str = ""
 
@@ -374,7 +374,7 @@ def test_what_is_not_there_is_called_what_it_is(name, kind):
 
 def test_a_tensor_on_another_device_is_refused_with_what_to_do():
     class Elsewhere:
-        """What is asked of a tensor before its memory is: there is no accelerator here."""
+        """What is asked of a tensor before its memory is; no accelerator is available here."""
 
         is_nested, layout, device = False, torch.strided, torch.device("cuda:0")
 
@@ -466,7 +466,7 @@ def test_things_pickled_within_a_pickling_do_not_disturb_it():
 
 
 class Nesting:
-    """Writes and reads a message of its own while it is written and read."""
+    """Writes and reads a message of its own while it is being written and read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -540,7 +540,7 @@ def test_what_has_no_name_travels_by_value_only_where_that_is_asked_for():
         data, writer = dumps_call(func, (1,), None, by_value=True)
         found, args, _ = loads(data, [bytearray(each) for each in writer.buffers])
         assert found(*args).tolist() == [1, 2, 3]
-    # Tensors go beside it here, too, and a name is still a name.
+    # Here, too, tensors travel beside the pickle, and a class is still sent by name.
     data, writer = dumps([torch.ones(10_000), Thing], by_value=True)
     assert len(data) < 1000
     assert loads(data, [bytearray(each) for each in writer.buffers])[1] is Thing
@@ -609,7 +609,7 @@ def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
         ("builtins", "eval", ("1",)),
         ("builtins", "getattr", ("", "upper")),
         ("subprocess", "run", (["true"],)),
-        # Through what a module on the list, or of ours, has imported.
+        # Through what a module on the list, or one of ours, has imported.
         (MINE, "os.system", ("true",)),
         (MINE, "pickle.loads", ("N.",)),
         (MINE, "threading.Lock", ()),
@@ -627,6 +627,6 @@ def calling(module: str, name: str, args: tuple[Any, ...]) -> bytes:
 )
 def test_nothing_else_can_be_named_on_any_way(module, name, args):
     data = calling(module, name, args)
-    # rebuild_saved is there, and reads nothing but weights.
+    # rebuild_saved is reachable, but reads nothing but weights.
     with pytest.raises((NotAllowed, AttributeError, TypeError)):
         loads(data, allowed=READABLE)

@@ -1,4 +1,4 @@
-"""Backends by name: what somebody holds stays valid, whoever registers what, and third parties are found."""
+"""Backends by name: members that somebody holds stay valid, whoever registers what, and third parties are found."""
 
 import pickle
 import threading
@@ -20,7 +20,7 @@ from rallypoint.rpc import (
 
 
 class Stub:
-    """The least that an agent of a third party is."""
+    """The minimal agent of a third party."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
@@ -81,7 +81,7 @@ def test_a_name_is_registered_once():
 
 
 def test_members_that_somebody_holds_stay_valid_when_another_backend_comes():
-    """torch makes its enum anew each time: a member from before is none any more, and init_rpc refuses it."""
+    """torch recreates its enum each time: its earlier members become invalid, and init_rpc refuses them."""
     held = BackendType.RALLYPOINT
     for number in range(5):
         register(f"MINE{number}")

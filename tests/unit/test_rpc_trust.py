@@ -1,4 +1,4 @@
-"""Where a group's secret is from, and that all members come to the same or are told why not."""
+"""Where a group's secret comes from, and that all members arrive at the same one or learn why not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Served:
-    """What a member knows of a TCPStore: where it is. What is in it is another store's."""
+    """What a member knows of a TCPStore: its address. Its contents are another store's."""
 
     def __init__(self, host: str, inner: Any = None) -> None:
         self.host, self.port = host, 1
@@ -59,7 +59,7 @@ def test_without_one_it_depends_on_where_the_store_is_alone() -> None:
         ("10.0.0.7", 4, None, None, Place.ELSEWHERE),
         ("10.0.0.7", 4, "4", "4", Place.HOST),
         ("10.0.0.7", 4, "4", "2", Place.ELSEWHERE),
-        # A group that is larger than the job, or to which others may come.
+        # A group that is larger than the job, or that others may join.
         ("10.0.0.7", 6, "4", "4", Place.ELSEWHERE),
         ("10.0.0.7", None, "4", "4", Place.ELSEWHERE),
     ],

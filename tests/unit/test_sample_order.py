@@ -1,4 +1,4 @@
-"""Which samples belong to which step: none twice, none left out, whatever happens to the number of ranks."""
+"""Which samples belong to which step: none twice and none omitted, however the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_sample_comes_once_though_the_number_of_ranks_changes(
     lengths = set()
     for step in range(sample_order.steps_of(length, batch_size)):
         first, end = sample_order.bounds(length, batch_size, step)
-        size = sizes[step % len(sizes)]  # another number of ranks in each step
+        size = sizes[step % len(sizes)]  # a different number of ranks in each step
         parts = [sample_order.share(order[first:end], rank, size) for rank in range(size)]
         # The step's samples are the same for every number of ranks.
         assert sorted(each for part in parts for each in part) == sorted(order[first:end])
@@ -61,7 +61,7 @@ def test_each_sample_comes_once_if_the_batch_of_a_rank_stays(
         for each in range(step, count if is_last else min(count, step + steps)):
             first, end = sample_order.local_bounds(length, batch_size, sizes, each)
             assert first == len(seen)
-            # No rank is without a sample, and none has more than its batch, but where that is one sample.
+            # No rank is without a sample, and none has more than its batch, except where the batch is one sample.
             assert size <= end - first
             assert end - first <= batch_size * size or (batch_size == 1 and end - first < 2 * size)
             seen += range(first, end)
@@ -92,7 +92,7 @@ def test_what_was_done_does_not_depend_on_what_comes(
 def test_a_rank_s_batch_stays_within_an_epoch_of_several_sizes() -> None:
     sampler = elastic.Sampler(60, 5, shuffle=False, keep="local")
     assert len(sampler) == 12
-    # 2 ranks x 5 samples for 3 steps, 6 x 5 for 0, then this one alone.
+    # 2 ranks x 5 samples for 3 steps, then this rank alone.
     sampler.begin_at(0, 3, [(0, 2), (3, 1)])
     assert len(sampler) == 3 + 6
     assert [sampler.size_of(step) for step in range(9)] == [10] * 3 + [5] * 6
@@ -137,7 +137,7 @@ def test_an_iteration_can_begin_at_any_step(
     step = data.draw(st.integers(0, len(sampler)))
     sampler.begin_at(2, step)
     assert list(sampler) == whole[step:]
-    # Only the first iteration is a part.
+    # Only the first iteration is partial.
     assert list(sampler) == whole
 
 

@@ -1,4 +1,4 @@
-"""What a sample draws depends on the sample alone."""
+"""What a sample draws depends only on the sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.elastic.loops.samples import Sample, SeededDataset
 
 
 class Noisy(Dataset[list[float]]):
-    """Each sample is its index, and draws of three generators."""
+    """Each sample is its index and draws from three generators."""
 
     opened = False
 

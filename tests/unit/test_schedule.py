@@ -1,4 +1,4 @@
-"""Who has inputs when, and what counts: against the definition, step by step."""
+"""Which ranks have inputs when, and which steps count: compared with the definition, step by step."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -7,7 +7,7 @@ from rallypoint.errors import ConfigError
 from rallypoint.join.schedule import WEIGHTINGS, Inputs, Schedule
 
 
-# The samples of each step of each rank; a rank may have none, and all may have the same.
+# For each rank, the samples of each of its steps; a rank may have none, and all may have the same.
 worlds = st.lists(st.lists(st.integers(0, 5), max_size=9), min_size=1, max_size=6)
 
 

@@ -28,7 +28,7 @@ def keys(name: str = NAMES[0], direction: str = "there", *transcript: bytes) -> 
 
 
 def sealed(data: bytes, cuts: list[int], name: str = NAMES[0]) -> list[bytes]:
-    """Records that hold ``data``, cut there."""
+    """Records that hold ``data``, cut at these places."""
     sealer = Sealer(keys(name))
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     records = []
@@ -79,7 +79,7 @@ def expected(sent: list[tuple[bytes, list[bytes]]]) -> list[tuple[object, ...]]:
 
 
 def read(parser: FrameParser, data: bytes, sizes: list[int]) -> list[Frame]:
-    """As a socket that gives so many bytes at a time."""
+    """Read as from a socket that delivers these numbers of bytes at a time."""
     frames, rest, turn = [], memoryview(data), 0
     while rest:
         space = parser.space()
@@ -156,7 +156,7 @@ def test_whatever_is_changed_is_refused_and_nothing_else_comes_out(data: st.Data
             del records[which]
     parser, came = SealedParser(keys()), []
     refused = False
-    # More follows: a length that was raised waits for no more than a record.
+    # More data follows: a record whose length was raised is refused after at most one record's bytes.
     stream = memoryview(b"".join(records) + bytes(MOST + OVERHEAD))
     while stream and not refused:
         space = parser.space()
@@ -255,7 +255,7 @@ def test_bytes_that_their_owner_changes_meanwhile_do_not_end_the_connection() ->
     receiver = SealedLine(SealedSocket(theirs, keys(NAMES[0], "back")), SealedParser(keys()), "tcp")
     try:
         tensor = memoryview(bytearray(1_000_000))
-        # As a tensor's memory: not a bytearray, which is copied.
+        # Like a tensor's memory: not a bytearray, which is copied.
         view = memoryview((ctypes.c_char * len(tensor)).from_buffer(tensor)).cast("B")
         assert not sender.send(encode(1, 1, b"", [view]))
         tensor[:] = b"\1" * len(tensor)
@@ -285,7 +285,7 @@ def test_long_values_do_not_depend_on_how_the_bytes_are_given(name: str) -> None
 
 
 def test_this_python_computes_both_fast_ones() -> None:
-    """All for which there are wheels of torch do: without them sealed TCP is a third as fast."""
+    """Every Python that has torch wheels can do it; without them sealed TCP is a third as fast."""
     assert sorted(NAMES[:-1]) == [bulk.Gmac.name, bulk.Poly1305.name]
     assert NAMES[-1] == bulk.Sha256.name
 
@@ -315,7 +315,7 @@ def test_an_openssl_without_one_of_them_has_the_other(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("at", [0, 1, 64, 4000, 4095])
 def test_a_long_record_lies_in_its_page_as_its_content_does(at: int) -> None:
-    """Else the copy is several times as slow, depending on where a tensor happens to lie."""
+    """Otherwise the copy is several times slower, depending on where a tensor happens to lie."""
     memory = memoryview(bytearray(MOST + 4096))
     record = Sealer(keys()).long([memory[at : at + MOST]])
     distance = address_of(record[LENGTH.size :]) - address_of(memory[at:])

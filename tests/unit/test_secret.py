@@ -1,4 +1,4 @@
-"""Where a secret is found, which are refused, and the keys derived from one."""
+"""Where a secret is found, which secrets are refused, and the keys derived from one."""
 
 import os
 import subprocess
@@ -207,7 +207,7 @@ def test_a_descriptor_reaches_programs_that_inherit_it_and_their_forks() -> None
 def test_a_number_that_stands_for_something_else_is_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program in between closed it; the child has another file under that number."""
+    """A program in between closed it; in the child, the number belongs to another file."""
     with file_with(tmp_path, LONG).open("rb") as file:
         for number in (str(file.fileno()), "9999", "-1", "x", ""):
             monkeypatch.setenv("RALLY_SECRET_FD", number)

@@ -142,7 +142,7 @@ def test_where_workers_of_one_node_meet(line, addr, port):
         ("--nnodes 2 x.py", 0, "127.0.0.1", 29500),
         ("--nnodes 2 --node-rank 1 --master-addr node0 x.py", 1, "node0", 29500),
         ("--nnodes 2 --node_rank=1 --master_addr=n --master_port=7 x.py", 1, "n", 7),
-        # The same line on every node: ranks are assigned. Whatever tells nodes apart gives them.
+        # The same line on every node: ranks are assigned. Otherwise, whatever differs between nodes gives the rank.
         ("--nnodes 2 --rdzv-endpoint n:8 x.py", None, "n", 8),
         ("--nnodes 2:2 --rdzv-endpoint n x.py", None, "n", 29400),
         ("--nnodes 2 --rdzv-endpoint tcp://n x.py", None, "n", 29400),
@@ -362,7 +362,7 @@ def test_a_range_of_nodes_leaves_the_place_to_the_cluster():
     assert config("--nnodes 2:4 x.py", **SLURM_STEP, MASTER_ADDR="ib1").rendezvous.host == "ib1"
     requeued = config("--nnodes 2:4 x.py", **SLURM_STEP, SLURM_RESTART_COUNT="2")
     assert requeued.rendezvous.run_id == "7.0-2"
-    # A place that is given counts.
+    # An explicit endpoint takes precedence.
     given = config("--nnodes 2:4 --rdzv-endpoint other:1 --rdzv-id j x.py", **SLURM_STEP)
     assert (given.num_nodes, given.rendezvous.host, given.rendezvous.run_id) == (4, "other", "j")
 
@@ -448,7 +448,7 @@ def test_start_method(line, python_exec, method):
     ],
 )
 def test_signals(text, numbers):
-    """Ctrl-C and a closed terminal end a job whatever is named."""
+    """Ctrl-C and a closed terminal end a job, whatever signals are named."""
     taken = config_from(parse(["--signals-to-handle", text, "x.py"]), {})[0]
     assert taken.signals == numbers
     assert taken.ending_signals == {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *numbers}
@@ -579,7 +579,7 @@ def test_workers_that_the_cluster_has_bound_to_one_cpu(monkeypatch):
         ("x.py --nproc-per-node 2", "--nproc-per-node"),
         ("x.py --lr 1 --nproc_per_node=2", "--nproc_per_node"),
         ("-m x --nnodes 2", "--nnodes"),
-        ("--nproc-per-node 2 x.py --nproc-per-node 3", None),  # the script has one of its own
+        ("--nproc-per-node 2 x.py --nproc-per-node 3", None),  # the script has a flag of that name
         ("x.py -- --nproc-per-node 2", None),
         ("x.py --epochs 2", None),
     ],

@@ -1,4 +1,4 @@
-"""SIGTERM to the nodes of an elastic job: one is taken away, or all are to stop."""
+"""SIGTERM to nodes of an elastic job: either one is taken away, or all are to stop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rallypoint.launch.supervision.situation import Situation
 
 
 class Node:
-    """A node, all of whose workers can take a last checkpoint. What it decides, its policy heeds."""
+    """A node, all of whose workers can take a last checkpoint. Its policy gets each event that it decides on."""
 
     def __init__(self, rank: int, nodes: int = 3, *, matters: bool = False, **state: Any) -> None:
         known = {"elastic": True, "num_nodes": nodes, "nodes": nodes, "phase": Phase.RUNNING}
@@ -27,7 +27,7 @@ class Node:
         self.told: list[str] = []
         self.saves = True
         self.moment_over: Callable[[], None] | None = None
-        # What it asks of the loop, of the workers, and of the other nodes.
+        # What it asks of the loop, of the workers and of the other nodes.
         me = cast("Any", self)
         self.stop = SharedStop(me, self.now, me, me, self.decide, matters=matters)
 

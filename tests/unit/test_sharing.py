@@ -1,4 +1,4 @@
-"""Shared memory in both directions of one connection: descriptors beside the messages, whatever order they are read in."""
+"""Shared memory in both directions of a connection: descriptors travel beside the messages, in whatever order those are read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ends(_descriptors_and_mappings_are_returned: None) -> Iterator[Ends]:
     yield made
     made.close()
     assert made.budget.used == 0
-    vars(made).clear()  # pytest holds on to it
+    vars(made).clear()  # pytest keeps a reference to it
 
 
 def descriptors() -> set[str]:
@@ -67,7 +67,7 @@ def mappings() -> int:
 
 
 def send(sharing: Sharing, *buffers: bytes) -> list[Any]:
-    """What the message says; what is not shared is copied, as a socket would."""
+    """What the message contains; buffers that are not shared are copied, as over a socket."""
     placed, _ = sharing.place([memoryview(each) for each in buffers])
     return [each if isinstance(each, Shared) else bytes(each) for each in placed]
 
@@ -120,7 +120,7 @@ def test_a_segment_is_announced_once_and_used_again(ends: Ends) -> None:
 
 
 def test_no_descriptor_stays_open_once_it_was_taken(ends: Ends) -> None:
-    warm_up = ends.b.take(send(ends.a, text(KB64)))  # the control page came with it
+    warm_up = ends.b.take(send(ends.a, text(KB64)))  # so that the control page has arrived
     before = len(descriptors())
     got = ends.b.take(send(ends.a, *[text(KB64, seed) for seed in range(20)]))
     assert len(descriptors()) == before
@@ -150,7 +150,7 @@ def test_memory_beyond_the_budget_travels_in_the_message() -> None:
 
 
 def test_messages_that_overtake_each_other_find_their_own_memory(ends: Ends) -> None:
-    # Placed in one order, sent in another: the descriptors come in the order in which they were placed.
+    # Placed in one order, sent in another: descriptors arrive in the order in which they were placed.
     messages = [send(ends.a, text(KB64, 2 * n), text(3 * KB64, 2 * n + 1)) for n in range(6)]
     order = [3, 0, 5, 4, 1, 2]
     for number in order:
@@ -201,14 +201,14 @@ def test_messages_that_are_placed_by_many_threads_at_once(ends: Ends) -> None:
 
 
 def test_more_new_segments_than_the_side_socket_holds_do_not_wait_for_a_reader(ends: Ends) -> None:
-    # As many large tensors in one call: the other end reads descriptors only when it has the message.
+    # So many large tensors in one call: the other end reads descriptors only when it has the message.
     count = 600
     texts = [text(KB64, seed) for seed in range(count)]
     began = time.monotonic()
     message = send(ends.a, *texts)
     assert (
         time.monotonic() - began < 30.0 * pace()
-    )  # nobody reads: a send that waited would do so for ever
+    )  # nobody reads, so a send that waited would wait forever
     shared = sum(isinstance(each, Shared) for each in message)
     assert 100 < shared < count
     got = ends.b.take(message)
@@ -223,7 +223,7 @@ def test_more_new_segments_than_the_side_socket_holds_do_not_wait_for_a_reader(e
 
 
 def arrive(ends: Ends, data: bytes) -> torch.Tensor:
-    """What ``a`` sends, as a tensor of ``b``."""
+    """What ``a`` sends, as a tensor in ``b``."""
     return torch.frombuffer(ends.b.take(send(ends.a, data))[0], dtype=torch.uint8)
 
 
@@ -241,7 +241,7 @@ def test_a_block_goes_home_with_what_is_in_it_now(ends: Ends) -> None:
     message = answer_with(ends, tensor)
     assert message == Shared(0, 1, 0, KB64)
     assert ends.b.statistics()["shared_segments"] == 0
-    # On its way, and while it is used here, it is nobody's to fill again; what the other end still has ends silently.
+    # Nobody may refill it while it travels or is in use here; the other end's remaining view ends silently.
     del tensor
     assert ends.a.statistics()["shared_leased"] == 1
     (back,) = ends.a.take([message])
@@ -326,7 +326,7 @@ def test_a_peer_cannot_free_what_has_come_home(ends: Ends) -> None:
         assert other.segment != 0
         assert bytes(back) == text(KB64)
     del back
-    assert ends.a.statistics()["shared_leased"] == 2  # the two that were sent just now
+    assert ends.a.statistics()["shared_leased"] == 2  # the two that have just been sent
 
 
 def test_what_has_come_home_outlives_the_connection(ends: Ends) -> None:
@@ -343,7 +343,7 @@ def test_a_message_that_is_discarded_gives_its_memory_back(ends: Ends) -> None:
         message = send(ends.a, text(KB64), b"small", text(2 * KB64))
         ends.b.discard(message)
         assert ends.a.statistics()["shared_leased"] == 0
-    # The announcement was read all the same.
+    # The announcement was read nevertheless.
     (got,) = ends.b.take(send(ends.a, text(KB64, 9)))
     assert bytes(got) == text(KB64, 9)
 
@@ -360,7 +360,7 @@ def test_a_message_that_is_not_sent_after_all_confuses_none_that_is(ends: Ends) 
     del warm
     _, blocks = ends.a.place([memoryview(text(KB64, 1)), memoryview(text(2 * KB64, 2))])
     ends.a.take_back(blocks)
-    # The first was known to the other end; the second's announcement will never be asked for.
+    # The other end knew the first; the second's announcement will never be asked for.
     assert ends.a.statistics()["shared_leased"] == 1
     message = send(ends.a, text(KB64, 3), text(2 * KB64, 4), text(2 * KB64, 5))
     got = ends.b.take(message)
@@ -375,7 +375,7 @@ def test_a_message_that_is_not_sent_after_all_confuses_none_that_is(ends: Ends) 
 
 
 class Stranger:
-    """The other end of a side socket, by hand."""
+    """The other end of a side socket, driven by hand."""
 
     def __init__(self, budget: Budget | None = None) -> None:
         self.side, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -392,7 +392,7 @@ class Stranger:
         socket.send_fds(self.side, [data], fds)
 
     def control(self) -> None:
-        """A control page as it should be."""
+        """Send a valid control page."""
         pool, file = Pool.open(Budget(1))
         self.send(ENTRY.pack(0, INLINE), [file.fileno()])
         pool.close()
@@ -425,7 +425,7 @@ def test_entries_of_other_sizes_and_other_numbers_of_descriptors(data: bytes, co
         fd = memfd(KB64)
         stranger.send(data, [fd] * count)
         os.close(fd)
-        # Two descriptors: the kernel gives us the first alone, which is not sealed.
+        # Of two descriptors, the kernel gives us only the first, which is not sealed.
         stranger.fails(r"descriptors for shared memory|not sealed")
 
 
@@ -460,7 +460,7 @@ def test_segments_of_numbers_that_there_are_not(number: int) -> None:
 
 
 def test_a_segment_that_is_named_and_never_announced_is_not_waited_for() -> None:
-    # Who waits holds a thread of the pool: a peer that lies would stop the calls of all others.
+    # Waiting would hold a pool thread: a peer that lies would stop everybody else's calls.
     with Stranger() as stranger:
         stranger.control()
         stranger.fails(r"in unknown segment", Shared(0, 0, 0, KB64))
@@ -549,7 +549,7 @@ def test_what_is_sent_after_the_end_travels_in_the_message(ends: Ends) -> None:
 
 
 def test_what_is_sent_to_an_end_that_has_gone_travels_in_the_message(ends: Ends) -> None:
-    # The line will tell that it has gone: with an error of its own, not that of a side socket.
+    # The line will report that the other end has gone, with its own error rather than a side socket's.
     ends.b.close()
     assert send(ends.a, text(KB64)) == [text(KB64)]
     assert ends.a.statistics()["shared_leased"] == 0

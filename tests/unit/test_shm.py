@@ -1,4 +1,4 @@
-"""Shared memory: between two processes that die, lie and hold on; and every byte of it accounted for."""
+"""Shared memory between two processes that die, lie and hold on; and every byte of it accounted for."""
 
 import array
 import contextlib
@@ -31,11 +31,11 @@ MB = 1 << 20
 KB64 = shm.SMALLEST
 
 
-# --- Two ends in one process: what is decided does not need a second one. ---
+# --- Two ends in one process: decisions do not need a second one. ---
 
 
 class Line:
-    """Both ends of a connection; what the shell would do with descriptors and messages."""
+    """Both ends of a connection; does what the shell would do with descriptors and messages."""
 
     def __init__(self, budget: Budget | None = None, limit_bytes: int | None = None) -> None:
         self.pool, self.control = Pool.open(budget or Budget(1 << 30))
@@ -67,7 +67,7 @@ def line() -> Iterator[Line]:
     line = Line()
     yield line
     line.close()
-    vars(line).clear()  # pytest holds on to it
+    vars(line).clear()  # pytest keeps a reference to it
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def mappings() -> int:
 
 
 def resident(block: shm.Block | None) -> int:
-    """Bytes of memory that the block's file takes."""
+    """Bytes of memory that the block's file occupies."""
     assert block is not None and block.file is not None
     return os.fstat(block.file.fileno()).st_blocks * 512
 
@@ -147,7 +147,7 @@ def test_a_descriptor_is_sent_until_the_peer_was_told_and_then_closed(line: Line
 def test_a_descriptor_that_is_being_sent_is_not_closed_under_its_sender(line: Line) -> None:
     block = line.lease(MB)
     line.pool.close()
-    assert resident(block) == 0  # fstat would fail
+    assert resident(block) == 0  # fstat would raise
     copy_into(block.view, bytes(MB))
     assert resident(block) == MB
 
@@ -193,7 +193,7 @@ def test_what_was_idle_longest_is_given_up_first() -> None:
     blocks = [line.lease(MB), line.lease(MB), line.lease(MB)]
     for number in (1, 0, 2):
         line.pool.take_back(blocks[number])
-    line.lease(KB64)  # 1 goes
+    line.lease(KB64)  # 1 is removed
     numbers = {line.lease(MB).segment, line.lease(MB).segment}
     assert numbers == {0, 2}
     line.close()
@@ -212,7 +212,7 @@ def test_trimmed_memory_is_free_though_the_peer_has_it_mapped(line: Line) -> Non
     assert line.pool.trim(before) == 0
     assert line.pool.trim(time.monotonic()) == 4 * MB
     assert resident(block) == 0
-    # The peer's mapping goes when it hears of another segment, also of one with another number.
+    # The peer's mapping goes when it hears of another segment, even of one with another number.
     first, second = line.lease(MB), line.lease(MB)
     assert first.segment == block.segment
     line.announce(second)
@@ -267,7 +267,7 @@ def test_closing_leaves_alone_what_the_peer_holds(line: Line) -> None:
     assert (resident(held), resident(freed)) == (MB, 0)
     assert line.pool.lease(MB) is None
     assert line.pool.trim() == 0
-    del view  # its finalizer after both ends were closed
+    del view  # its finalizer runs after both ends were closed
     assert line.pool.statistics() == shm.Statistics(0, 0, 0, 0)
 
 
@@ -377,7 +377,7 @@ def test_a_peer_cannot_have_more_mapped_than_the_limit_but_all_of_it_over_and_ov
         views.clear()
         views += [line.send(bytes(size)) for _ in range(4 * MB // size)]
     views.clear()
-    for _ in range(2):  # under one number: its former file does not count
+    for _ in range(2):  # under the same number: its former file does not count
         line.pool.trim()
         assert line.send(bytes(4 * MB)).nbytes == 4 * MB
     line.close()
@@ -435,7 +435,7 @@ def test_copying_counts_bytes_and_refuses_what_does_not_fit() -> None:
 def test_threads_that_lease_send_and_drop_never_see_each_others_bytes() -> None:
     line = Line(Budget(24 * KB64))
     problems: list[str] = []
-    announcing = threading.Lock()  # messages of a connection come one after another
+    announcing = threading.Lock()  # messages of a connection are sent one after another
 
     def work(mark: int) -> None:
         rng = random.Random(mark)
@@ -479,7 +479,7 @@ def test_garbage_that_holds_a_view_may_be_found_while_the_lock_is_held(line: Lin
 
 
 def peer(number: int) -> None:
-    """Runs alone in another process, both as sender and as receiver, and does as it is told."""
+    """Runs alone in another process, as sender and as receiver, and obeys orders."""
     import json
     import os
     import socket
@@ -488,7 +488,7 @@ def peer(number: int) -> None:
     from rallypoint.wire.shm import Budget, Mapped, Pool
 
     line = socket.socket(fileno=number)
-    kept = vars(sys.modules["__main__"])  # so they live until Python ends
+    kept = vars(sys.modules["__main__"])  # so that they live until Python exits
     while True:
         message, fds, _, _ = socket.recv_fds(line, 65536, 4)
         if not message:
@@ -520,7 +520,7 @@ def peer(number: int) -> None:
                 del kept[arguments[0]]
                 os._exit(0)
             os.waitpid(child, 0)
-        elif order == "send":  # a block of one byte over and over
+        elif order == "send":  # a block of one byte value, repeated
             size, value = arguments
             pool, control = Pool.open(Budget(1 << 30))
             block = pool.lease(size)
@@ -528,7 +528,7 @@ def peer(number: int) -> None:
             block.view[:] = bytes([value]) * size
             sent = [control.fileno(), block.file.fileno()]
             answer = [block.segment, block.size, block.capacity]
-        elif order == "cut":  # the files it has sent
+        elif order == "cut":  # truncate the files that it has sent
             for each in (control.fileno(), block.file.fileno()):
                 try:
                     os.ftruncate(each, 0)
@@ -684,7 +684,7 @@ def test_large_copies_let_other_threads_run() -> None:
     thread = threading.Thread(target=tick)
     thread.start()
     before = sys.getswitchinterval()
-    sys.setswitchinterval(10)  # whoever holds the lock keeps it
+    sys.setswitchinterval(10)  # whoever holds the interpreter's lock keeps it
     try:
         start = time.perf_counter()
         for _ in range(5):

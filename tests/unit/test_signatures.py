@@ -1,4 +1,4 @@
-"""What ranks tell each other before a collective: found wherever it does not match, named alike on all ranks."""
+"""What ranks tell each other before a collective: every mismatch is found, and named alike on all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def signatures(draw: st.DrawFn, size: int) -> Signature:
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> list[Signature]:
-    """What the ranks of an all-to-all say that goes together."""
+    """Matching signatures of the ranks of an all-to-all."""
     size = draw(st.integers(1, 5))
     rows = draw(
         st.lists(
@@ -138,7 +138,7 @@ def test_a_call_that_cannot_be_whatever_the_others_do(change: dict[str, object],
     problem = own_problem(replace(call, **change), 2)
     assert problem is not None
     assert text in problem
-    # On its way to the others it stays that problem.
+    # It is still found after it was sent to the others.
     assert own_problem(Signature.decode(replace(call, **change).encode(2), 2), 2) is not None
     assert own_problem(call, 2) is None
 

@@ -1,4 +1,4 @@
-"""When a host is gone, from what the kernel says of a connection."""
+"""When a host is gone, judging by what the kernel says about a connection."""
 
 import socket
 import struct
@@ -18,7 +18,7 @@ def looks(*states: TcpState, every: float = EACH) -> list[bool]:
 
 
 def owing(number: int, answered: int = -1) -> TcpState:
-    """At a look of this number, something is unacknowledged; the last answer came at another look."""
+    """In look ``number``, something is unacknowledged; the last answer came in look ``answered``."""
     return TcpState(0, 1, (number - answered) * EACH)
 
 
@@ -28,7 +28,7 @@ def test_a_host_that_owes_an_answer_for_the_whole_time_is_gone() -> None:
 
 
 def test_a_window_that_is_shut_for_hours_is_no_silence() -> None:
-    """Nothing is unacknowledged, and each probe is answered; some are under way when we look."""
+    """Nothing is unacknowledged, and each probe is answered; some are in flight when we look."""
     found = looks(*(TcpState(number % 2, 0, 0.5 * EACH) for number in range(1000)))
     assert not any(found)
 
@@ -72,7 +72,7 @@ def test_the_kernel_tells_what_has_not_been_acknowledged() -> None:
 
 
 def test_where_the_fields_lie() -> None:
-    """struct tcp_info: eight bytes, the fourth is tcpi_probes; then 32-bit numbers."""
+    """struct tcp_info: eight bytes, the fourth of which is tcpi_probes; then 32-bit numbers."""
     numbers = list(range(100, 113))
     info = struct.pack("=8B13I", 1, 2, 3, 4, 5, 6, 7, 8, *numbers)
     assert TcpState.parse(info) == TcpState(4, 104, 0.111)

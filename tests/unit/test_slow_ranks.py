@@ -1,4 +1,4 @@
-"""Who makes the others wait, by when each rank enters its collectives: found where it is so, and never by chance."""
+"""Which ranks make the others wait, by when each enters its collectives: found where it is so, and never by chance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP = 0.1
 
 
 def entered(times: list[float], *, kinds: list[int] | None = None, size: int = 4) -> Any:
-    """What a rank tells of one group."""
+    """What a rank reports about one group."""
     since = round(times[0] * 1e9)
     return {
         "name": "0 gloo",
@@ -34,7 +34,7 @@ def entered(times: list[float], *, kinds: list[int] | None = None, size: int = 4
 def synchronous(
     seed: int, work: list[float], jitter: float, steps: int, *, begin: float = 0.0
 ) -> dict[int, Any]:
-    """Ranks that compute for so long (with chance), and then wait for each other."""
+    """Ranks that compute for given times, with jitter, and then wait for each other."""
     chance = random.Random(seed)
     at, found = begin, {rank: [] for rank in range(len(work))}
     for _ in range(steps):
@@ -63,7 +63,7 @@ def test_no_rank_of_an_even_job_is_slow(seed: int, ranks: int, jitter: float, st
     assert slow(synchronous(seed, [STEP] * ranks, jitter, steps)) == set()
 
 
-# With few steps, one in which chance makes another rank later leaves doubt.
+# With few steps, a single one in which chance makes another rank later leaves doubt.
 @given(
     **JOBS | {"steps": st.integers(4 * LEAST, 300)}, odd=st.integers(0, 7), more=st.floats(0.5, 3)
 )
@@ -112,7 +112,7 @@ def test_a_hiccup_now_and_then_is_not_slow() -> None:
 
 
 def test_buckets_in_the_background_are_counted_once() -> None:
-    """As in DDP: ranks wait at the end of a step only; a slow one is later bucket after bucket."""
+    """As in DDP: ranks wait only at the end of a step; a slow rank falls further behind with each bucket."""
     buckets, at = 10, 0.0
     times: dict[int, list[float]] = {rank: [] for rank in range(4)}
     for _ in range(60):
@@ -126,7 +126,7 @@ def test_buckets_in_the_background_are_counted_once() -> None:
 
 
 def test_calls_that_others_leave_behind_are_not_waited_for() -> None:
-    """The lag of a rank in the background may grow; nobody stands still for it."""
+    """A rank's lag in the background may grow; no other rank stands still for it."""
     times = {rank: [n * (1.05 if rank == 1 else 1.0) for n in range(100)] for rank in range(3)}
     known = {rank: [entered(each, size=3)] for rank, each in times.items()}
     assert slow(known) == set()
@@ -136,7 +136,7 @@ def test_a_rank_is_compared_only_where_it_is_known() -> None:
     known = synchronous(0, [STEP] * 4, 0.1, 60)
     assert lateness({1: known[1]}, 60.0) == {}
     assert set(lateness({1: known[1], 2: known[2]}, 60.0)) == {1, 2}
-    other = [{**known[2][0], "kinds": [8] * 60}]  # it calls something else
+    other = [{**known[2][0], "kinds": [8] * 60}]  # its calls are of another kind
     assert lateness({1: known[1], 2: other}, 60.0) == {}
 
 
@@ -274,8 +274,8 @@ def test_nonsense_is_no_record(body: Any) -> None:
 def test_the_place_of_a_slow_rank_is_not_where_all_are() -> None:
     assert own_place({}, []) == ""
     assert own_place({"a": 3, "b": 2}, []) == "a"
-    # The others wait for the rest of the time, in a collective of theirs.
+    # For the rest of the time, the others wait in one of their collectives.
     others = [{"load": 4, "all_reduce": 6}, {"load": 5, "all_reduce": 5}]
     assert own_place({"load": 6, "augment": 4}, others) == "augment"
-    # It does the same, and is slower.
+    # It does the same as the other, but is slower.
     assert own_place({"load": 2, "forward": 8}, [{"load": 2, "forward": 4}]) == "forward"

@@ -47,12 +47,12 @@ def read(out_of: Slots, held: Held, size: int) -> bytes:
 def test_there_is_always_one_that_all_ranks_have(
     ranks: int, taken: int, data: st.DataObject
 ) -> None:
-    """Ranks wait for each other behind each snapshot, so a loss finds each one amid the same next one."""
+    """Ranks wait for each other after each snapshot, so when a loss strikes, all are at the same next one."""
     held = []
     for _ in range(ranks):
         stage = data.draw(st.sampled_from(["before", "torn", "behind"]))
         kept = [Held(number, number) for number in range(max(1, taken), taken + 2)]
-        # Slots hold the last two; the one that is written takes the older one's place.
+        # Slots hold the last two; a new one replaces the older.
         held.append({"before": kept[:-1], "torn": kept[:-1], "behind": kept}[stage])
         if stage == "before" and taken > 1:
             held[-1] = [Held(taken - 1, taken - 1), Held(taken, taken)]
@@ -123,7 +123,7 @@ def test_a_write_that_ends_at_any_byte_leaves_the_one_before(old: bytes, new: by
         (slot,) = [number for number in (0, 1) if before[number] != after[number]]
         head = slots.CONTENTS
         for end in range(head + 104):
-            # First the contents, behind a header that was cleared; then the header.
+            # First the contents, under a cleared header; then the header.
             if end < 104:
                 image = bytes(head) + after[slot][head : head + end] + before[slot][head + end :]
             else:
@@ -224,7 +224,7 @@ def test_state_comes_back_bit_by_bit_into_the_same_objects(fd: int) -> None:
 
 
 class Assigns(torch.nn.Module):
-    """Its forward pass assigns buffers anew: part of its input, and a tensor of another shape each time."""
+    """Its forward pass reassigns buffers: part of its input, and a tensor of another shape each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_buffers_that_were_assigned_anew_come_back_as_they_were(fd: int) -> None
     snapshots.restore(Held(1, 1))
     assert str(net.state_dict()) == str(expected)
     assert [each.tolist() for each in batches] == [[number, number] for number in range(5)]
-    # In another process, which has those of its set-up.
+    # In another process, which has the buffers of its set-up.
     fresh = Assigns()
     other = Snapshots(Objects([fresh]), fd, 1)
     other.restore(Held(1, 1))

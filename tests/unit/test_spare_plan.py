@@ -1,4 +1,4 @@
-"""Spares: how many are started, as whom, and who takes which place."""
+"""Spares: how many are started, with which ranks, and which spare takes which place."""
 
 from __future__ import annotations
 

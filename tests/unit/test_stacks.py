@@ -1,4 +1,4 @@
-"""Stacks: reading what faulthandler and py-spy say, groups of processes with the same stack."""
+"""Stacks: reading the output of faulthandler and py-spy, and groups of processes with the same stack."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_above_the_script_is_left_out() -> None:
     assert [each["function"] for each in other["frames"]] == ["wait"]
 
 
-# A print that waits for the reader of a pipe; the first process group, which waits for the others.
+# A print that waits for a pipe's reader; and the first process group, which waits for the others.
 WITHIN = """\
 Current thread 0x00007f00 [main] (most recent call first):
   File "/x/rallypoint/_core/whole_writes.py", line 37 in _write_some

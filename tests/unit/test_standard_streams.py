@@ -1,4 +1,4 @@
-"""What a command prints arrives in any encoding, and a stream that takes nothing changes no exit code."""
+"""A command's output arrives in any encoding, and a stream that accepts nothing changes no exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_an_encoding_has_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_other_characters_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed("日 🏖 ü", "latin-1", monkeypatch) == r"\u65e5 \U0001f3d6 ü"
-    # A file's name that is no UTF-8.
+    # A file name that is not valid UTF-8.
     assert printed("\udcff.py", "utf-8", monkeypatch) == r"\udcff.py"
 
 

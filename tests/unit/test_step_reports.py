@@ -1,4 +1,4 @@
-"""The step that a worker reports: memory that another process reads, and words."""
+"""The step that a worker reports: memory that another process reads, and text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_read(fd: int) -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 100))
 def test_what_somebody_else_wrote_is_nothing(data: bytes, place: int) -> None:
-    """A script can write to its own memory: the supervisor must not stumble."""
+    """A script can write to its own memory, and the supervisor must tolerate that."""
     fd = os.memfd_create(NAME)
     try:
         memory = mmap.mmap(fd, 0) if os.ftruncate(fd, SIZE) else mmap.mmap(fd, SIZE)
@@ -81,7 +81,7 @@ def test_most_steps_are_told_alone_and_all_is_told_ten_times_a_second(fd: int) -
 @pytest.mark.parametrize(
     ("by", "step", "total"),
     [
-        (BY_SCRIPT, 100, 100),  # the last one: its metrics are what remains
+        (BY_SCRIPT, 100, 100),  # the last step: its metrics are the ones that remain
         (BY_SCRIPT, 7, 100),  # another loop
         (BY_SCRIPT, 8, 100),  # the same step, perhaps with other metrics
         (BY_SESSION, 9, 100),
@@ -110,7 +110,7 @@ def test_the_step_of_a_loop_that_has_ended_is_not_that_of_the_next(fd: int) -> N
     assert found is not None and (found.step, found.at, found.rate) == (1, 10.06, None)
     reporter.note(BY_SCRIPT, 2, None, {}, 10.07)
     assert reporter.note_step(BY_SCRIPT, 3, None, 10.08)
-    reporter.note(BY_SCRIPT, 3, None, {"loss": 1.0}, 11.0)  # said again, later: the step began then
+    reporter.note(BY_SCRIPT, 3, None, {"loss": 1.0}, 11.0)  # reported again; it started earlier
     found = step_reports.read(fd)
     assert found is not None and (found.step, found.at) == (3, 10.08)
     assert found.rate == pytest.approx(100.0)

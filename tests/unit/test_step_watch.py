@@ -31,7 +31,7 @@ def test_the_one_that_has_begun_less_is_waited_for():
 
 
 def test_who_waits_for_another_one_is_not_to_blame():
-    # 2 waits for 1 in the large group, which waits for 0 in the pair.
+    # 2 waits for 1 in the large group, and 1 waits for 0 in the pair.
     tables = {0: {ALL: 4, PAIR: 6}, 1: {ALL: 4, PAIR: 7}, 2: {ALL: 5}}
     assert behind(tables) == (0,)
 
@@ -43,10 +43,10 @@ def test_groups_are_compared_among_their_members():
 def test_who_does_not_come_to_a_meeting_is_waited_for_whatever_it_has_begun_before():
     met = {COUNTED_FROM: 4, ALL: 0}
     assert behind({0: {COUNTED_FROM: 3, ALL: 90}, 1: met, 2: met}) == (0,)
-    # 3 has not noticed the loss: it waits for 0 in a collective from before.
+    # 3 has not noticed the loss: it waits for 0 in an earlier collective.
     tables = {0: {COUNTED_FROM: 3, ALL: 90}, 1: met, 2: met, 3: {COUNTED_FROM: 3, ALL: 91}}
     assert behind(tables) == (0,)
-    # All have met: the counts are of the same place again.
+    # All have met: the counts refer to the same place again.
     after = {COUNTED_FROM: 5, ALL: 2}
     assert behind({0: {COUNTED_FROM: 5, ALL: 1}, 1: after, 2: after}) == (0,)
 
@@ -78,7 +78,7 @@ def test_what_another_node_says_is_checked():
 
 
 def test_a_node_whose_workers_have_not_begun_takes_no_part():
-    """It is in the round, and its fork server still imports."""
+    """It is in the round, but its fork server is still importing."""
     config = SimpleNamespace(step_timeout=1.0)
     now = SimpleNamespace(state=SimpleNamespace(phase=Phase.RUNNING, replaced=0))
     hung = HungWorkers(config, Mock(), Mock(), now, Mock(), lambda: False)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_a_node_whose_workers_have_not_begun_takes_no_part():
 
 
 def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_its_way():
-    """What that one waits for may be held by a worker of another node that hangs."""
+    """What the worker that is on its way waits for may be held up by a hanging worker of another node."""
     memory = os.memfd_create("progress")
     os.truncate(memory, progress.SIZE)
     with mmap(memory, progress.SIZE) as written:
@@ -116,10 +116,10 @@ def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_
         )
         hung.begin(SimpleNamespace(workers_of_nodes=(2, 2), generation=0))  # type: ignore[arg-type]
         hung._look(0)
-        newcomers.append(4)  # which this node's workers have not been told to meet
+        newcomers.append(4)  # this node's workers have not been told to meet it
         hung._look(0)
         newcomers.clear()
-        now.state = replace(state, arriving=frozenset())  # not all workers are to be in a session
+        now.state = replace(state, arriving=frozenset())  # not all workers will be in a session
         hung._look(0)
     os.close(memory)
     (told,) = others.tell_standstill.call_args_list
@@ -133,7 +133,7 @@ def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_
     data=st.data(),
 )
 def test_whoever_is_blamed_hangs(sizes, hung, order, data):
-    """Ranks run one program of collectives over some groups; those that hang begin nothing more from some place on."""
+    """Ranks run one program of collectives over some groups; from some place on, hanging ranks start nothing more."""
     groups = [
         frozenset(range(sizes)),
         *(frozenset(data.draw(st.sets(st.integers(0, sizes - 1), min_size=2))) for _ in range(3)),

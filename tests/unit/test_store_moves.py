@@ -1,7 +1,7 @@
-"""The store's node is lost again and again: whoever is left meets at one store, whatever the order of losses and take-overs.
+"""The store's node is lost again and again: the remaining nodes meet at one store, whatever the order of losses and take-overs.
 
-A model of the nodes of one machine. Where they go and what they do there is decided by the real :class:`Search`; which of two
-stores is the newer one, and where notes lead, by the real :mod:`notes`. Ports, stores and rounds are a table.
+A model of the nodes on one machine. The real :class:`Search` decides where they go and what they do there; the real :mod:`notes`
+decides which of two stores is newer and where notes lead. Ports, stores and rounds are a table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ AT_ENDPOINT = Place(HOST, ENDPOINT)
 
 @dataclass
 class Store:
-    """What is served at a port. ``opens_at``: until then, the node that serves says that it is starting."""
+    """What is served at a port. Until ``opens_at``, the node that serves it says that it is starting."""
 
     port: int
     node: int
     age: Age
     opens_at: float = 0.0
     note: dict[str, Any] | None = None
-    plan: int = -1  # the last round that it knows
+    plan: int = -1  # the last round that it knows of
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Node:
     number: int
     at: Store | None = None
     moves: int = 0
-    generation: int = -1  # of the last round it was a member of
+    generation: int = -1  # of the last round that it was a member of
     current: Place = AT_ENDPOINT
     standby: int | None = None
     serves: Store | None = None
@@ -52,8 +52,8 @@ class Node:
     looks_at: tuple[int, ...] = ()  # ports at which it leaves notes
     ended: frozenset[str] = frozenset()
     knows_plan: bool = False
-    was_led: bool = False  # to a store, by a note, since the last plan
-    back_from: Place | None = None  # where it was when it went back to a store of its own
+    was_led: bool = False  # led to a store by a note since the last plan
+    back_from: Place | None = None  # where it was before it went back to a store of its own
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.nodes: dict[int, Node] = {}  # that live
+        self.nodes: dict[int, Node] = {}  # live ones
         self.stores: dict[int, Store] = {}  # by port; those that have not ended
         self.generation = -1
         self.plan: list[Place] = []
@@ -75,7 +75,7 @@ class Machine:
         self.mistaken: list[str] = []  # members that took a newcomer's empty store for theirs
         self.forgotten: list[
             str
-        ] = []  # members that were led to a store which does not know their round
+        ] = []  # members that were led to a store that does not know their round
         self._ports = ENDPOINT
 
     # -- what happens to it -----------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Machine:
         )
 
     def _has_ended(self, node: Node) -> bool:
-        """The node that served what this one has lost, as far as this one can know: a note does not say who serves."""
+        """Whether the node that served the lost store has ended, as far as this node can know: a note does not say who serves."""
         host = node.current.node_id or ("" if node.was_led else self.server)
         return bool(host) and int(host[1:]) not in self.nodes
 
@@ -247,7 +247,7 @@ class Machine:
         if found.plan != self.generation and node.generation == self.generation:
             self.forgotten.append(node.name)
         if found.plan != self.generation:
-            node.generation = -1  # that store knows nothing of its last round
+            node.generation = -1  # that store knows nothing of the node's last round
 
     def _begin_notes(self, node: Node, search: Search) -> None:
         node.looks_at = (ENDPOINT, *(each.port for each in search.places))
@@ -274,7 +274,7 @@ class Machine:
     # -- rounds -----------------------------------------------------------------------------------
 
     def meet(self) -> bool:
-        """If all that live are at one store, they form a round. Returns whether they did."""
+        """If all live nodes are at one store, they form a round. Returns whether they did."""
         places = {id(node.at) for node in self.living}
         store = self.living[0].at if self.living else None
         if store is None or len(places) != 1 or self.stores.get(store.port) is not store:
@@ -294,7 +294,7 @@ class Machine:
         return True
 
     def _keep_a_port(self, node: Node) -> None:
-        """For its next record: the endpoint's where nobody listens there. Several nodes of a machine may keep that one."""
+        """A port for its next record: the endpoint's if nobody listens there. Several nodes of a machine may keep that one."""
         if node.standby is None:
             self._ports += 1
             node.standby = self._ports if ENDPOINT in self.stores else ENDPOINT
@@ -305,7 +305,7 @@ class Machine:
         return store
 
     def _new_name(self) -> str:
-        # Which of two names is greater is chance.
+        # Which of two names is greater is random.
         self._names += 1
         return f"{self._names * 7919 % 97:02}n{self._names}"
 
@@ -329,7 +329,7 @@ def test_all_that_are_left_meet_at_one_store(count: int, history: History) -> No
 
 
 def test_a_node_that_went_back_to_its_own_store_asks_where_it_came_from() -> None:
-    """It had been led away from it; the other store ended and opened again; then its own one ended too."""
+    """It had been led away from its store; the other store ended and opened again; then its own store ended too."""
     slow = [(0, False, 0.0), (1, False, 0.0), (1, False, 0.0)]
     assert_all_meet(
         2,
@@ -343,7 +343,7 @@ def test_a_node_that_went_back_to_its_own_store_asks_where_it_came_from() -> Non
 
 
 def test_the_node_that_the_plan_names_may_have_taken_over_from_another() -> None:
-    """Its store had ended, and a newcomer's become the job's; that node lost its store, too, and searches by the plan."""
+    """Its store had ended, and a newcomer's became the job's; that node lost its store, too, and searches by the plan."""
     turns = [(0, True, 0.0), (1, True, 0.0), (0, False, 0.0), (2, True, 0.0), (3, True, 0.0)]
     assert_all_meet(
         4,
@@ -359,7 +359,7 @@ def test_the_node_that_the_plan_names_may_have_taken_over_from_another() -> None
 
 
 def test_a_newcomer_learns_from_the_plan_where_its_store_was() -> None:
-    """It came to a store of another node; the plan's node serves again at a port that is not its next one."""
+    """It came to another node's store; the plan's node serves again, at a port other than its next one."""
     assert_all_meet(
         2,
         [
@@ -400,7 +400,7 @@ def assert_all_meet(count: int, history: History) -> None:
 
 
 def test_a_node_that_waits_finds_a_newcomer_at_the_port_of_a_node_that_has_ended() -> None:
-    """All members are lost; one node had come, and waits; another comes, and serves at the endpoint as the lost one did."""
+    """All members are lost, and a node that had come waits; then another comes and serves at the endpoint, as a lost one did."""
     machine = Machine()
     members = [machine.start() for _ in range(2)]
     machine.meet()
@@ -427,7 +427,7 @@ def happen(machine: Machine, what: str) -> None:
 
 
 def settle(machine: Machine) -> None:
-    """Nothing more happens: everybody acts in every turn."""
+    """Nothing else happens: every node acts in every turn."""
     for _ in range(200):
         machine.now += STEP
         for node in machine.living:
@@ -435,7 +435,7 @@ def settle(machine: Machine) -> None:
 
 
 def test_a_node_that_served_and_was_led_on_serves_at_the_place_that_the_others_know() -> None:
-    """Two took over, one of them was led to the other, and that one is lost before all have met."""
+    """Two nodes took over, one was led to the other, and the other is lost before all have met."""
     machine = Machine()
     zero, first, second, _ = (machine.start() for _ in range(4))
     machine.meet()
@@ -451,7 +451,7 @@ def test_a_node_that_served_and_was_led_on_serves_at_the_place_that_the_others_k
     first.serves.note = notes.written(Moved(HOST, 40, second.serves.age))
     machine.act(first)
     assert first.at is second.serves
-    first.standby = 50  # of its next record
+    first.standby = 50  # from its next record
     machine.kill(second)
     machine.act(first)
     assert first.at is not None and first.at.port == before

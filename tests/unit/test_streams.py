@@ -1,4 +1,4 @@
-"""A stream that several workers share: what is written while a flush of the same thread is under way."""
+"""A stream that several workers share: what is written during a flush by the same thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pipe():
 
 
 def test_handlers_that_interrupt_one_another_do_not_nest_without_end(pipe, monkeypatch) -> None:
-    """As if a signal came whenever the pipe is waited for, a thousand times: each handler prints a line."""
+    """As if a signal arrived at every wait for the pipe, a thousand times; each handler prints a line."""
     read, write = pipe
     lines = WholeLines(io.FileIO(write, "wb", closefd=False))
     left, deepest, depth = 1000, 0, 0

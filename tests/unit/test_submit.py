@@ -61,7 +61,7 @@ def test_a_script_for_slurm() -> None:
 
 
 def secret_of_tasks(folder: Path, env: dict[str, str]) -> str:
-    """What the tasks of a script find in ``RALLY_SECRET``."""
+    """What a script's tasks find in ``RALLY_SECRET``."""
     srun = folder / "srun"
     srun.write_text('#!/bin/sh\nprintf %s "$RALLY_SECRET"\n')
     srun.chmod(0o755)
@@ -85,7 +85,7 @@ def test_the_tasks_of_slurm_have_a_secret_of_their_own_unless_there_is_one(tmp_p
     for each in made:
         secret.check(each, "RALLY_SECRET")
     assert secret_of_tasks(tmp_path, {"RALLY_SECRET": "mine"}) == "mine"
-    # An empty one is told by rally run, as a mistake.
+    # `rally run` reports an empty one as a mistake.
     assert secret_of_tasks(tmp_path, {"RALLY_SECRET": ""}) == ""
     assert secret_of_tasks(tmp_path, {"RALLY_SECRET_FILE": "/a/file"}) == ""
     for base in (tmp_path / ".config", tmp_path / "xdg"):
@@ -176,7 +176,7 @@ def test_a_time_to_end_that_is_none_is_told(text: str) -> None:
 
 
 def test_kubernetes_replaces_no_dollars() -> None:
-    """The kubelet puts variables in the place of `$(NAME)` and makes one dollar of two."""
+    """The kubelet replaces `$(NAME)` by the variable's value, and two dollars by one."""
     _, job = json.loads(manifest(read(["k8s", "--image", "i", "--", "t.py", "a$$", "$(B)"])))[
         "items"
     ]
@@ -289,7 +289,7 @@ MANIFESTS = [
 
 @pytest.mark.parametrize("words", MANIFESTS)
 def test_the_published_schemas_take_the_manifest(words: list[str]) -> None:
-    """`pip install kubernetes-validate` runs this: it brings the schemas of Kubernetes' releases."""
+    """`pip install kubernetes-validate` enables this: it brings the schemas of Kubernetes' releases."""
     validator = pytest.importorskip("kubernetes_validate")
     newest = validator.latest_version()
     for item in json.loads(manifest(read(words)))["items"]:
@@ -302,7 +302,7 @@ def test_the_published_schemas_take_the_manifest(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", MANIFESTS)
 def test_the_client_knows_every_field_of_the_manifest(words: list[str]) -> None:
-    """`pip install kubernetes` runs this: what its models do not know would be lost on the way through them."""
+    """`pip install kubernetes` enables this: fields that its models do not know would be lost in them."""
     client = pytest.importorskip("kubernetes.client")
     api = client.ApiClient()
     for item in json.loads(manifest(read(words)))["items"]:
@@ -417,7 +417,7 @@ def test_a_host_on_which_a_jobs_files_cannot_be_made_says_so(tmp_path: Path) -> 
 
 
 def test_a_script_for_ssh(monkeypatch, tmp_path: Path) -> None:
-    """A stand-in for ssh takes what the script gives it."""
+    """A fake ssh takes what the script gives it."""
     monkeypatch.setenv("NCCL_DEBUG", "it's $HOME")
     monkeypatch.setenv("RALLY_SECRET", "0123456789abcdef")
     shown: list[str] = []
@@ -454,7 +454,7 @@ def test_a_script_for_ray_is_read_back() -> None:
 
 
 def test_the_cluster_of_ray_gives_the_script_the_words_as_they_are() -> None:
-    """`ray job submit` joins its words with `list2cmdline`, and a shell of the cluster reads what comes of it."""
+    """`ray job submit` joins its words with `list2cmdline`, and a shell on the cluster reads the result."""
     words = ["t.py", "u?a=1&y=2", "${now:%Y}", "it's", "*", "a b", "$(id)", 'say "x"', "é\n;", ""]
     shown: list[str] = []
     assert command(["ray", "--dry-run", "--", *words], shown.append) == 0

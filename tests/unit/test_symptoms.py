@@ -11,7 +11,7 @@ from rallypoint.launch.output.symptoms import Says
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
-# As torch 2.13 words it.
+# torch 2.13's wording.
 TABLE = [
     (Says.MISSING, "RuntimeError", "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 2000 ms"),
     (
@@ -59,7 +59,7 @@ TABLE = [
     (Says.CAUSE, "ValueError", "bad --store-timeout: timeout must be positive"),
     (Says.CAUSE, "KeyError", "'gloo_timeout'"),
     (Says.CAUSE, "BrokenPipeError", f"[Errno 32] Broken pipe: {NOBODY_READS}"),
-    # A library's own class around what torch says.
+    # A library's own class around torch's message.
     (Says.PEER_LOST, "trainer.StepFailed", f"{GLOO}pair.cc:545] Connection closed by peer [127.0.0.1]:3133"),
 ]  # fmt: skip
 
@@ -82,7 +82,7 @@ def test_own_errors_alone_are_a_cause(chain):
 
 @given(before=st.lists(st.one_of(OWN, ECHO), max_size=3), first=ECHO)
 def test_whatever_follows_a_lost_peer_is_a_symptom(before, first):
-    """`raise RuntimeError("step failed") from error`, a clean-up that fails."""
+    """For example `raise RuntimeError("step failed") from error`, or a clean-up that fails."""
     assert symptoms.chain_says([*before, first]) is symptoms.says(first)
 
 

@@ -1,4 +1,4 @@
-"""What a node concludes from the job's store, though a stranger has added to it."""
+"""What a node concludes from the job's store, even if a stranger has added to it."""
 
 import json
 
@@ -136,5 +136,5 @@ def test_a_stop_is_told_by_the_last_node_that_is_told_to_stop() -> None:
     store = MemoryStore()
     records = RecordStore(store, Codec("job", SECRET))
     tallies = [Tally(records, Round(0, rank, 3), elastic=True) for rank in range(3)]
-    store.set(records.full("0/told"), b"1")  # a stranger's
+    store.set(records.full("0/told"), b"1")  # written by a stranger
     assert [each.note_told_to_stop() for each in tallies] == [False, False, True]

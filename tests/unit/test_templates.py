@@ -40,7 +40,7 @@ PACKAGES = {
 }
 
 
-# What a fork of the template prints until it has streams of its own; nothing else of the template is left open.
+# What a fork of the template prints to until it has its own streams; nothing else of the template is left open.
 OUTPUT = ["/memfd:rally-output (deleted)"] * 2
 
 
@@ -81,11 +81,11 @@ class Server:
             self.templates.go_on()
 
     def workers_ahead(self, count: int) -> set[int]:
-        """Those that wait, once there are so many, and they are this process's children."""
+        """The waiting workers, once there are ``count`` of them and they are this process's children."""
         self.wait_for(lambda: len(self.templates.pids()) >= count + 1)
         ahead = self.templates.pids() - {*self.forked}
         while not ahead <= {*process.children(os.getpid())}:
-            time.sleep(0.001)  # nothing tells of an adoption
+            time.sleep(0.001)  # an adoption is not announced
         return ahead
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Server:
         self.templates.close_in_child()
         for pid in self.forked:
             os.waitpid(pid, 0)
-        for pid in process.children(os.getpid()):  # a process that an import has started
+        for pid in process.children(os.getpid()):  # a process that an import started
             with open(f"/proc/{pid}/comm") as file:
                 if file.read() == "sleep\n":
                     os.kill(pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ class Server:
 
 
 def report(message: Message, fds: list[int]) -> None:
-    """A worker: who it is, in its first descriptor."""
+    """What a worker does: describe itself on its first descriptor."""
     modules = sorted(set(PACKAGES).intersection(sys.modules))
     variable = os.environ.get("FROM_IMPORT")
     files = [each for each in open_files() if "rally-output" in each]
@@ -112,7 +112,7 @@ def report(message: Message, fds: list[int]) -> None:
 
 
 def open_files() -> list[str]:
-    """What each descriptor but that of the listing is."""
+    """What each descriptor refers to, except the one used for the listing."""
     found = []
     for fd in sorted(os.listdir("/proc/self/fd"), key=int):
         with contextlib.suppress(FileNotFoundError):
@@ -187,13 +187,13 @@ def test_workers_of_a_template_are_children_of_the_server(server: Server) -> Non
     for pid in started.values():
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     for name in names:
-        # What the import sets is set when the script imports it, not before.
+        # What the import sets is set only when the script imports it.
         changes = {"FROM_IMPORT": "x"}
         assert repr([name, ["sets_a_variable"], None, changes, os.getpid(), OUTPUT]) in said
 
 
 def test_workers_start_from_the_template_in_use_until_the_next_one_is_ready(server: Server) -> None:
-    """A worker that is lost meanwhile must not wait for what its successor has imported already."""
+    """A worker lost in the meantime must not wait for imports that have already been done."""
     server.templates.hear("sets_a_variable", [])
     server.wait_for(lambda: server.told)
     (pid,) = server.templates.pids()
@@ -206,10 +206,10 @@ def test_workers_start_from_the_template_in_use_until_the_next_one_is_ready(serv
         assert "sets_a_variable" in file.read()
     os.waitpid(started["worker 1.0"], 0)
     server.wait_for(lambda: "hangs" in server.told[-1]["against"])
-    # The one in use has all that can be had.
+    # The template in use has everything that can be imported.
     assert server.templates.pids() == {pid}
     assert server.templates.next_time() is None
-    # The next one takes its place.
+    # The next template replaces it.
     server.templates.hear("another", [])
     server.wait_for(lambda: "another" in server.told[-1]["packages"])
     assert pid not in server.templates.pids()
@@ -225,7 +225,7 @@ def test_a_worker_that_waits_is_started_without_the_template(
     waiting = server.workers_ahead(2)
     (template,) = set(server.forked)
     for pid in waiting:
-        os.kill(pid, signal.SIGTERM)  # to all processes of the job, before this worker is one
+        os.kill(pid, signal.SIGTERM)  # sent to the whole job, before this worker is part of it
     os.kill(template, signal.SIGSTOP)
     read, write = os.pipe()
     started = server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [write])])
@@ -273,7 +273,7 @@ def test_workers_that_wait_end_with_the_server(server: Server) -> None:
     server.templates.hear("sets_a_variable", [])
     server.templates.keep_ahead(1)
     (waiting,) = server.workers_ahead(1)
-    server.templates.close_in_child()  # as the end of its process does
+    server.templates.close_in_child()  # as when its process ends
     assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
     server.templates.ended(waiting)
 
@@ -332,7 +332,7 @@ def test_reports_that_say_nothing_new_put_a_template_off_for_a_while_only(
         server.templates.hear("sets_a_variable", ["RANK"])
         due.append(server.templates.next_time())
     assert due == [2.0, 3.0, 4.5, 6.0, 6.0]
-    # What is new would take another template: it is waited for again.
+    # A new package would need another template, so the wait starts again.
     server.templates.hear("another", ["RANK"])
     assert server.templates.next_time() == 7.5
 
@@ -354,7 +354,7 @@ def test_a_module_that_a_script_has_under_the_same_name_is_not_loaded_before(
     server.templates.hear("loads_another", ["RANK"], [str(other), str(tmp_path / "absent")])
     server.wait_for(lambda: server.told)
     assert server.told[-1]["packages"] == ("loads_another",)
-    # A worker that is late has more on its path.
+    # A late worker has more on its path.
     server.templates.hear("loads_another", ["RANK"], [str(own)])
     assert server.templates.start([({"do": "spawn", "name": "worker 1.0"}, [0])]) == {}
     server.wait_for(lambda: server.told[-1]["against"])

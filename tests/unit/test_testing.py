@@ -1,4 +1,4 @@
-"""The parts for tests that rallypoint offers: what they promise when something goes wrong."""
+"""The parts that rallypoint offers for tests: what they promise when something goes wrong."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from rallypoint.testing import CaseFailed, FaultProxy, Leak, ManualClock, no_lea
 
 @pytest.fixture
 def nothing_is_left() -> None:
-    """Something is: the first ranks start multiprocessing's own fork server, which stays."""
+    """Overrides the check: the first ranks start multiprocessing's own fork server, which stays."""
 
 
 def test_ranks_return_their_results_in_order() -> None:
@@ -146,6 +146,6 @@ def test_a_proxy_holds_and_cuts() -> None:
                 assert there.recv(4) == b"held"
                 proxy.cut()
                 client.settimeout(60)
-                with contextlib.suppress(ConnectionResetError):  # if not all has been read
+                with contextlib.suppress(ConnectionResetError):  # if not everything has been read
                     assert client.recv(1) == b""
         proxy.close()

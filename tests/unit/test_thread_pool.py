@@ -1,4 +1,4 @@
-"""The threads of an agent: who leads while a job is long, waits or fails; how many work; that all end."""
+"""An agent's threads: which one leads while a job is long, waits or fails; how many work; and that all of them end."""
 
 import threading
 import time
@@ -27,13 +27,13 @@ class Reply(Act, Answer):
 
 
 class Callback(Reply):
-    """One that may wait itself."""
+    """An answer that may itself wait."""
 
     may_wait = True
 
 
 class Inbox:
-    """Where jobs come from, as the poller is for an agent."""
+    """The source of jobs, as the poller is for an agent."""
 
     def __init__(self) -> None:
         self._come: deque[Job] = deque()
@@ -88,7 +88,7 @@ class Place:
         self.gates: list[threading.Event] = []
 
     def gate(self) -> threading.Event:
-        """Opened when the test is over, whatever happens."""
+        """An event that is set when the test is over, whatever happens."""
         made = threading.Event()
         self.gates.append(made)
         return made
@@ -135,7 +135,7 @@ def test_short_jobs_are_all_done_by_one_thread_in_their_order(make):
     for number in range(200):
         place.inbox.put(job(number))
     place.noted(*range(200))
-    # Under load a job may look long: then a second thread has led.
+    # Under load a job may seem long, so that a second thread leads.
     assert len(names) <= 3
 
 
@@ -176,7 +176,7 @@ def test_one_that_waits_gives_the_lead_up_at_once(make):
         pool = ThreadPool.current()
         assert pool is place.pool
         times.append(time.monotonic())
-        with pool.waiting(), pool.waiting():  # twice is once
+        with pool.waiting(), pool.waiting():  # nested, it counts once
             gate.wait(10)
         place.done.append("waited")
 
@@ -346,7 +346,7 @@ def test_what_was_held_back_is_sent_before_the_leader_waits_again(make):
     place.noted(1)
     eventually(lambda: place.inbox.polling)
     assert place.inbox.flushes
-    # Also what a job has held back that lost the lead meanwhile.
+    # Also what was held back by a job that lost the lead in the meantime.
     place.inbox.put(lambda: gate.wait(10))
     eventually(lambda: place.inbox.polling)
     flushes = place.inbox.flushes
@@ -370,7 +370,7 @@ def test_the_overseer_calls_when_something_is_due_and_not_long_before(make):
     eventually(lambda: len(calls) == 2)
     assert 0.05 <= calls[0] - began < 0.5 * pace()
     assert 0.1 <= calls[1] - began < 0.8 * pace()
-    # After a long quiet time the overseer sleeps: it is woken.
+    # After a long quiet time the overseer sleeps, and is woken.
     time.sleep(40 * TICK)
     place.pool.wake_at(time.monotonic() + 0.02)
     eventually(lambda: len(calls) == 3)

@@ -1,4 +1,4 @@
-"""A server with a thread for each connection: strangers take no more threads and descriptors than they may."""
+"""A server with one thread per connection: strangers take no more threads and descriptors than they may."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rallypoint._core.threaded_listener import MOST_STRANGERS, ThreadedListener
 
 
 def echo(sock: socket.socket, welcome: Callable[[], None]) -> None:
-    """Members say so first."""
+    """Members introduce themselves first."""
     with contextlib.suppress(OSError):
         if sock.recv(1) != b"m":
             return
@@ -75,7 +75,7 @@ def test_connections_are_accepted_again_after_a_want_of_descriptors(
     listener: ThreadedListener,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # For one, the kernel may have taken a descriptor when the listener began to wait.
+    # For one of them, the kernel may have taken a descriptor when the listener started to wait.
     members = [socket.socket() for _ in range(3)]
     highest = max(map(int, os.listdir("/proc/self/fd")))
     held = [os.dup(0) for _ in range(highest)]  # no gap is left below

@@ -1,4 +1,4 @@
-"""Which spans the events of a job make."""
+"""Which spans a job's events make."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TLS around a socket: nothing is lost, doubled or left behind; what is damaged or foreign is told in a few words.
+"""TLS around a socket: nothing is lost, doubled or left behind; damaged or foreign data is reported in a few words.
 
-What lines do over it is tested with all lines, in test_line.py.
+How lines behave over it is tested with all lines, in test_line.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _descriptors_are_returned() -> Iterator[None]:
 
 @pytest.fixture
 def raw() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The sockets beneath, whose bytes nobody has encrypted."""
+    """The underlying sockets, whose bytes are not encrypted."""
     a, b = socket.socketpair()
     with a, b:
         yield a, b
@@ -64,7 +64,7 @@ def ends(raw: tuple[socket.socket, socket.socket]) -> tuple[TlsSocket, TlsSocket
 
 
 def received(end: TlsSocket, least: int = 1) -> bytes:
-    """So many bytes, or more."""
+    """At least that many bytes."""
     found = b""
     until = time.monotonic() + 10.0
     while len(found) < least:
@@ -78,7 +78,7 @@ def received(end: TlsSocket, least: int = 1) -> bytes:
 
 
 class Kernel:
-    """A socket of which a test says how much it takes, each time that it is asked."""
+    """A socket for which a test says how much it takes on each call."""
 
     def __init__(self) -> None:
         self.takes: deque[int] = deque()
@@ -137,7 +137,7 @@ def test_each_byte_arrives_once_however_little_the_kernel_takes(
     kernel.takes.extend(takes)
     counted, turn, found = 0, 0, b""
     while counted < size:
-        # What did not count is offered again, in other pieces, and with more behind it or less.
+        # What did not count is offered again, in other pieces, followed by more or less.
         pieces = cut(data[counted:], cuts[turn % len(cuts)])
         turn += 1
         try:
@@ -147,7 +147,7 @@ def test_each_byte_arrives_once_however_little_the_kernel_takes(
         with contextlib.suppress(BlockingIOError):
             while True:
                 found += theirs.recv(0)
-        # What counts as sent is with the kernel in full: it can be read.
+        # What counts as sent is completely with the kernel: it can be read.
         assert len(found) >= counted
     assert found == data
 
@@ -207,7 +207,7 @@ class Lines:
 
 @pytest.fixture
 def slow() -> Iterator[Lines]:
-    """Whose sockets take a few KiB at a time."""
+    """Lines whose sockets take a few KiB at a time."""
     made = Lines(2048)
     yield made
     for each in (made.a, made.b):
@@ -265,7 +265,7 @@ def test_large_frames_in_both_directions_at_once_from_many_threads(slow: Lines) 
 
 
 class Alone:
-    """OpenSSL's object, or a BIO, which notes when two threads use it at once."""
+    """OpenSSL's object, or a BIO, that records when two threads use it at once."""
 
     def __init__(self, inner: Any, busy: threading.Lock, clashes: list[str]) -> None:
         self._inner, self._busy, self._clashes = inner, busy, clashes
@@ -279,7 +279,7 @@ class Alone:
             self._clashes.append(name)
             return act(*args)
         try:
-            time.sleep(0.0001)  # others may run
+            time.sleep(0.0001)  # let others run
             return act(*args)
         finally:
             self._busy.release()
@@ -314,7 +314,7 @@ def test_one_thread_at_a_time_uses_openssl(slow: Lines) -> None:
 
 
 def test_a_line_is_full_until_the_kernel_has_the_last_record(slow: Lines) -> None:
-    # Shorter than a chunk: all of it is encrypted at once, and far from sent.
+    # Shorter than a chunk: all of it is encrypted at once, but far from sent.
     content = os.urandom(30_000)
     assert not slow.a.send(encode(1, 1, content))
     assert slow.a.is_full
@@ -331,7 +331,7 @@ def test_a_line_is_full_until_the_kernel_has_the_last_record(slow: Lines) -> Non
 
 def test_nothing_that_is_decrypted_stays_behind(slow: Lines) -> None:
     made = Lines(1 << 20)
-    # More than a parser's own memory, in many records and frames: the descriptor tells of none of it any more.
+    # More than a parser's own memory, in many records and frames: the descriptor no longer signals any of it.
     sizes = [1, 100, 70_000, 5, 20_000, 1]
     for number, size in enumerate(sizes):
         made.a.send(encode(1, number, bytes(size), [memoryview(bytes(size))]))
@@ -446,7 +446,7 @@ def test_a_handshake_that_comes_byte_by_byte(raw: tuple[socket.socket, socket.so
 
 
 class Host:
-    """Who accepts, as the poller would have it."""
+    """The accepting side, as the poller would drive it."""
 
     def __init__(self, sock: socket.socket, identity: Identity | None) -> None:
         self.reasons: list[str] = []
@@ -509,7 +509,7 @@ def test_the_proofs_go_through_tls(raw: tuple[socket.socket, socket.socket]) -> 
 def test_what_comes_with_the_last_proof_is_handed_on(
     raw: tuple[socket.socket, socket.socket],
 ) -> None:
-    # In one piece for the kernel, in records of its own for OpenSSL: none of it may stay behind.
+    # One piece for the kernel, but separate records for OpenSSL: nothing may stay behind.
     ours = connecting(raw[0])
     host = Host(raw[1], tls_ends.an_identity())
     theirs = host.welcome.sock
@@ -535,7 +535,7 @@ def test_what_comes_with_the_last_proof_is_handed_on(
 def test_a_hello_that_comes_with_the_end_of_the_handshake_is_answered(
     raw: tuple[socket.socket, socket.socket],
 ) -> None:
-    # It is in OpenSSL's hands then, and the descriptor does not tell of it.
+    # By then OpenSSL holds it, and the descriptor does not signal it.
     ours = connecting(raw[0])
     host = Host(raw[1], tls_ends.an_identity())
     ours.setblocking(False)
@@ -631,7 +631,7 @@ def test_one_that_answers_ever_so_slowly_is_given_up_in_time(
     stopped = threading.Event()
 
     def drip() -> None:
-        # The head of a long record, and then its bytes.
+        # The head of a long record, followed by its bytes.
         with contextlib.suppress(OSError):
             raw[1].send(b"\x16\x03\x03\x20\x00")
             while not stopped.wait(0.05):
@@ -648,7 +648,7 @@ def test_one_that_answers_ever_so_slowly_is_given_up_in_time(
 
 
 def relay(client: socket.socket, server: socket.socket) -> None:
-    """Somebody in the middle, with a certificate of his own, who passes everything on that is said within TLS."""
+    """A man in the middle with a certificate of his own, who forwards everything that is said within TLS."""
     own = identity_of(True)
     assert own is not None
     to_client = TlsSocket(client, own, accepts=True)
@@ -737,7 +737,7 @@ def test_one_of_another_authority_is_refused_and_both_say_why(
 ) -> None:
     good = identity_from(authority.sign("c"))
     other = tls_ends.Authority(tmp_path, "theirs").sign("d")
-    # It takes ours; it is we who do not take it.
+    # It accepts our certificate; we do not accept its.
     lax = identity_from({"certificate": other["certificate"], "key": other["key"]})
     lax.connecting.load_cert_chain(other["certificate"], other["key"])
     match who:
@@ -747,7 +747,7 @@ def test_one_of_another_authority_is_refused_and_both_say_why(
             ours, theirs = lax, good
         case _:
             ours, theirs = tls_ends.an_identity(), good
-    for _ in range(5):  # who is refused notices late, in several ways
+    for _ in range(5):  # the refused side notices late, in several ways
         a, b = socket.socketpair()
         with a, hosting(b, theirs) as host:
             with pytest.raises(AuthenticationError) as caught:

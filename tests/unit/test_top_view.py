@@ -1,4 +1,4 @@
-"""Which ranks `rally top` shows where there is no room for all."""
+"""Which ranks `rally top` shows when there is no room for all."""
 
 from __future__ import annotations
 

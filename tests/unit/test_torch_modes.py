@@ -1,4 +1,4 @@
-"""Coroutines of one thread have torch's modes for themselves."""
+"""Each coroutine of a thread has torch's modes to itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def inside(*names: str) -> tuple[Any, ...]:
 
 
 def run(*coroutines: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Beside each other, in a loop whose own modes are the usual ones at the end."""
+    """Run them concurrently, in a loop that ends with its usual modes."""
 
     async def main() -> list[Any]:
         asyncio.get_running_loop().set_task_factory(task_factory)
@@ -61,7 +61,7 @@ def run(*coroutines: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 async def walk(names: list[str], turns: Iterator[int]) -> None:
-    """Into one mode after another, waiting in each of them, and out again."""
+    """Enter one mode after another, waiting in each, and leave them again."""
     with contextlib.ExitStack() as stack:
         for depth in range(len(names) + 1):
             expected = now() if depth else USUAL
@@ -105,7 +105,7 @@ def test_tasks_that_are_made_in_a_mode_begin_in_it(name: str) -> None:
 
 
 class Sleeper:
-    """Neither a coroutine nor a future, as what a call returns."""
+    """Neither a coroutine nor a future, like the result of a call."""
 
     def __await__(self) -> Any:
         yield from asyncio.sleep(0, "slept").__await__()

@@ -1,6 +1,6 @@
-"""The installed torch against each private name that ``torch_private.py`` of a package uses.
+"""The installed torch, checked against each private name that a package's ``torch_private.py`` uses.
 
-A new torch that changes one fails here, by name, with what of ours depends on it.
+If a new torch changes one, a test here fails, naming it and what of ours depends on it.
 """
 
 import ast
@@ -68,7 +68,7 @@ from rallypoint.rpc import torch_private as of_rpc
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch announces that its functional optimizers will go
+    warnings.simplefilter("ignore")  # torch announces that it will remove its functional optimizers
     from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 DDP = DistributedDataParallel
@@ -78,12 +78,12 @@ TORCH_RPC = importlib.import_module("torch.distributed.rpc")
 
 
 class Callee(NamedTuple):
-    """A private function: what it was when this was written, and the function of ours that calls it."""
+    """A private function: what it was when this was written, and our function that calls it."""
 
     owner: Any
     name: str
     signature: (
-        str  # of torch's C++ functions: as their docstrings begin; of operators: their schema
+        str  # for torch's C++ functions: the start of their docstrings; for operators: their schema
     )
     ours: str
 
@@ -289,7 +289,7 @@ def callees() -> Iterator[Callee]:
         (torch._C, "_storage_Use_Count", f"(arg0: {number}) -> int", "storage_uses"),
         (torch._C, "_is_any_autocast_enabled", "(", "is_any_autocast_enabled"),
         (torch._C, "_autocast_supported_devices", "() -> list[str]", "autocast_kinds"),
-        # Methods of tensors and storages do not tell their signatures.
+        # Methods of tensors and storages do not expose their signatures.
         (storage, "_share_cuda_", "(", "share_cuda"),
         (storage, "_new_shared_cuda", "(", "open_cuda"),
         (storage, "_release_ipc_counter_cuda", "(", "release_cuda"),
@@ -350,7 +350,7 @@ def test_private_functions_are_as_we_call_them(callee: Callee) -> None:
 
 @pytest.fixture
 def nothing_is_left() -> None:
-    """Something is: the group lives as long as pytest holds what ``ddp`` yielded."""
+    """Overrides the check: the group lives as long as pytest holds what ``ddp`` yielded."""
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def ddp() -> Iterator[DistributedDataParallel]:
         dist.destroy_process_group()
 
 
-# Attributes of objects: the names, and what each test below finds through our functions.
+# Attributes of objects: their names, and what each test below finds through our functions.
 ATTRIBUTES = {
     # elastic: run_uncompiled
     "_FrameAction",
@@ -398,7 +398,7 @@ ATTRIBUTES = {
     "_orig_mod",
     "_per_optimizer_states",
     "_version",
-    "_num_iter_calls",  # of Fabric: tests/wild holds that
+    "_num_iter_calls",  # of Fabric: tested in tests/wild
     "_world",
     "_distributed_c10d",
     "_current_frames",
@@ -455,7 +455,7 @@ def test_private_attributes_of_ddp(ddp: Any) -> None:
     assert not of_join.has_learned_static_graph(static)
     static(torch.ones(1, 2)).sum().backward()
     assert of_join.has_learned_static_graph(static)
-    # Set to what it is: an attribute that torch no longer reads would be set in vain.
+    # Set to what it already is: an attribute that torch no longer reads would be set in vain.
     assert "_authoritative_rank" in inspect.getsource(DDP)
     with ExitStack() as stack:
         of_join.keep_divisor(ddp, stack)
@@ -668,7 +668,7 @@ def test_log_lines_count_their_time_from_now() -> None:
 
 
 def test_the_metadata_of_a_checkpoint_is_made_of_what_we_know() -> None:
-    """What torch writes is read again in tests/unit/test_checkpoint_metadata.py."""
+    """tests/unit/test_checkpoint_metadata.py reads back what torch writes."""
     assert all(dataclasses.is_dataclass(each) for each in of_elastic.metadata_classes())
     formats, layout = of_elastic.metadata_values()
     assert issubclass(formats, enum.Enum)
@@ -738,12 +738,12 @@ def test_a_reducer_with_a_static_graph_begins_anew(ddp: Any) -> None:
         return future
 
     net = DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True)
-    # torch reads annotations, and not those that are text.
+    # torch reads annotations, but not those that are strings.
     net.register_comm_hook(None, lambda _, bucket: reduced(bucket))
     assert of_elastic.is_static(net) and not of_elastic.has_met_static_graph(net)
     parts = of_elastic.parts_of_reducer(net)
     assert parts[0] == list(net.parameters())
-    net(torch.ones(1, 2))  # a pass that does not end
+    net(torch.ones(1, 2))  # a pass that does not finish
     of_elastic.renew_reducer(net, parts)
     net(torch.ones(1, 2)).sum().backward()
     assert of_elastic.has_met_static_graph(net)
@@ -914,7 +914,7 @@ def test_hooks_of_ddp_with_state_are_known(ddp: DistributedDataParallel) -> None
     assert all(hasattr(state, name) for name in chain(*names))
     local = post_localSGD_hook.PostLocalSGDState(None, None, 1)
     assert [name for name in chain(*names) if hasattr(local, name)] == ["iter"]
-    # The rest is what the script has set.
+    # The rest is set by the script.
     settings = {
         *("process_group", "matrix_approximation_rank", "start_powerSGD_iter", "warm_start"),
         *("min_compression_rate", "orthogonalization_epsilon", "use_error_feedback"),
@@ -959,7 +959,7 @@ def test_whether_the_workers_of_a_loader_run_is_known_and_draws_are_alike() -> N
     assert not of_elastic.has_workers(first)
     at_the_start = order(first)
     assert of_elastic.has_workers(first)
-    # In the second iteration, and in a process that begins with it.
+    # In the second iteration, and in a process that starts with it.
     assert order(first) == order(loader()) == at_the_start
     assert first.generator is None
 

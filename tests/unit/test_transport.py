@@ -17,7 +17,7 @@ KINDS = st.sampled_from(ALL)
 
 
 def of(*kinds: str) -> list[Way]:
-    """The ways of these kinds, of which ``tcp+tls`` is one."""
+    """The ways of these kinds; ``tcp+tls`` is one of the kinds."""
     found = (each.partition("+") for each in kinds)
     return [Way(transports.find(kind), tls=bool(tls)) for kind, tls, _ in found]
 
@@ -55,7 +55,7 @@ def test_what_only_one_side_has_is_no_way() -> None:
 
 
 def test_a_peer_of_another_host_is_not_asked_by_a_way_that_could_meet_a_stranger() -> None:
-    # Its Unix socket's name means another process here, if any.
+    # On this host, the name of its Unix socket belongs to another process, if any.
     assert ways(("uds", "memory"), same_host=False, same_process=False) == []
 
 
@@ -95,5 +95,5 @@ def test_with_tls_and_without_do_not_meet_and_it_is_said_why() -> None:
 
 
 def test_it_is_pure() -> None:
-    # ``socket`` is there for a type alone.
+    # ``socket`` is imported only for a type.
     assert not set(vars(transport)) & {"os", "time", "threading", "torch", "select"}

@@ -1,4 +1,4 @@
-"""Copies of what a step begins with, and going back to them."""
+"""Copies of what a step starts with, and going back to them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_copy_takes_the_memory_of_the_one_before() -> None:
 def test_another_layout_in_memory_stays() -> None:
     lies = torch.ones(2, 3).t()
     assert copied(lies, torch.empty(3, 2)).stride() == lies.stride()
-    # All of it in one place, where nothing can be written.
+    # All elements in one place, where nothing can be written.
     spread = torch.ones(1).expand(3)
     assert copied(spread, copied(spread)).tolist() == [1, 1, 1]
 
@@ -110,8 +110,8 @@ def test_a_step_is_undone_however_often(times: int) -> None:
             assert job.state() != before
             assert undo.undo()
             assert job.state() == before
-            assert not undo.undo()  # once
-    # What it copied is the optimizer's now, and the next copy is another one.
+            assert not undo.undo()  # only once
+    # What it copied belongs to the optimizer now, and the next copy is another one.
     undo.begin_step()
     job.step()
     assert undo.undo() and job.state() == before
@@ -126,7 +126,7 @@ def test_there_is_nothing_to_undo_before_it_is_on(caplog: pytest.LogCaptureFixtu
     assert not undo.undo()
     for _ in range(2):
         undo.begin_step()
-    (record,) = caplog.records  # once
+    (record,) = caplog.records  # only once
     size = num_bytes(job.objects.save()).total() / 1e6
     assert record.getMessage() == (
         "elastic.session: train.py:3 communicates. To undo it after a loss, each step begins with a copy of what the session"
@@ -152,7 +152,7 @@ def test_a_copy_takes_half_of_the_room_at_most(
     for _ in range(2):
         undo.begin_step()
     assert undo.undo() is bool(spare)
-    assert asked == [torch.device("cpu")]  # once
+    assert asked == [torch.device("cpu")]  # only once
     (record,) = caplog.records
     is_refused = (
         "There is not enough memory for a copy of what each step begins with" in record.getMessage()

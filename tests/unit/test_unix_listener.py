@@ -1,4 +1,4 @@
-"""A socket at a path: nobody who looks takes it for that of a dead process."""
+"""A socket at a path: nobody who looks mistakes it for a dead process's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rallypoint.launch.server import warm_client
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a short name: the path of a Unix socket has at most 107 bytes."""
+    """A folder with a short name: the path of a Unix socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="r-") as found:
         yield Path(found)
 
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What others find at the moment at which a socket is bound, and does not listen yet. They remove what refuses them."""
+    """What others find when a socket is bound but does not listen yet. They remove sockets that refuse them."""
     found: list[list[str]] = []
     listen = socket.socket.listen
 

@@ -1,4 +1,4 @@
-"""Pooled memory goes back when nobody has used it for a minute, and nothing looks while there is none."""
+"""Pooled memory is released after a minute without use, and no timer runs while there is none."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ MB = 1 << 20
 
 
 class Agent:
-    """Its timers, and what they look after."""
+    """An agent's timers, and what they look after."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.timers: list[tuple[float, Callable[[], None]]] = []
@@ -30,7 +30,7 @@ class Agent:
         monkeypatch.setattr(unused_memory.time, "monotonic", lambda: real() + self.ahead)
 
     def look(self) -> float:
-        """The one timer's time comes; seconds that it was set for."""
+        """Fire the only timer; returns the seconds that it was set for."""
         ((seconds, act),) = self.timers
         self.timers.clear()
         self.ahead += seconds

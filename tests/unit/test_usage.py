@@ -1,4 +1,4 @@
-"""What a process and its children have used, read from a real /proc."""
+"""What a process and its children have used, as read from a real /proc."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def waiting() -> list[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def _none_free() -> None:
-    for thread in waiting():  # of the test before
+    for thread in waiting():  # left by the previous test
         thread.join(PATIENCE)
 
 

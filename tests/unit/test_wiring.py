@@ -1,4 +1,4 @@
-"""A worker's way to the store where the others of its meeting are."""
+"""A worker's connection to the store through which it meets the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_store_that_cannot_be_reached_for_a_moment_is_reached_then() -> None:
     served = []
 
     def serve() -> None:
-        time.sleep(0.3)  # meanwhile it is refused, as by a host that has just come back
+        time.sleep(0.3)  # until then it is refused, as by a host that has just come back
         served.append(ServedStore(listener=socket.create_server(("127.0.0.1", port))))
 
     thread = threading.Thread(target=serve)
@@ -37,7 +37,7 @@ def test_a_store_that_cannot_be_reached_for_a_moment_is_reached_then() -> None:
 
 @pytest.fixture(params=["refused", "not served", "silent"])
 def nowhere(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port where no store answers: nobody listens; somebody has bound it, and serves nothing yet; or its host is silent."""
+    """A port where no store answers: nobody listens; somebody has bound it but serves nothing yet; or its host is silent."""
     with ExitStack() as stack:
         if request.param == "refused":
             yield free_port()
@@ -45,7 +45,7 @@ def nowhere(request: pytest.FixtureRequest) -> Iterator[int]:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         port = listener.getsockname()[1]
         if request.param == "silent":
-            # Once the queue is full, Linux drops what asks for a connection.
+            # Once the queue is full, Linux drops connection requests.
             for _ in range(2):
                 queued = stack.enter_context(socket.socket())
                 queued.setblocking(False)
@@ -70,7 +70,7 @@ def test_a_meeting_that_is_over_is_not_waited_for(nowhere: int) -> None:
     timer.join()
     assert wiring.is_cut
     assert time.monotonic() - began < min(3 * pace(), STORE_PATIENCE / 2)
-    # Whoever cuts has others to cut, and does not wait for this one.
+    # The caller has others to cut, and does not wait for this one.
     assert cut_took[0] < min(pace(), STORE_PATIENCE / 2)
 
 

@@ -1,4 +1,4 @@
-"""The variables of a worker."""
+"""A worker's environment variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FACTS = RoundFacts(
     role="trainer",
     signals="SIGTERM,SIGINT",
 )
-# Node 1 of two, with three workers on each.
+# Node 1 of two, each with three workers.
 RANKS = assign((3, 3), 1)
 
 

@@ -58,7 +58,7 @@ def test_the_odd_ones_say_why() -> None:
     now[1] |= {"cpu": 1.0, "collectives": 4}
     now[2] |= {"state": "T"}
     now[3] |= {"memory": 2 << 20}
-    now[4] |= {"state": "D", "collectives": 8}  # one behind is who has not come to it yet
+    now[4] |= {"state": "D", "collectives": 8}  # one behind: has not reached it yet
     assert [each.remark for each in worker_table.rows(now, before)] == [
         "",
         "5 collectives behind, idler than the others",

@@ -1,7 +1,7 @@
-"""The wheel, as a user has it: installed where nothing else is but torch and cloudpickle. `make wheel` makes the place.
+"""The wheel as a user gets it: installed with only torch and cloudpickle. `make wheel` sets up the environment.
 
-Its environment sees the packages of .venv, but not this working tree: a line in a .pth file adds a folder to the path, and
-does not read that folder's own .pth files, among them that of the editable install.
+That environment sees the packages of .venv, but not this working tree: a line in a .pth file adds a folder to the path,
+but that folder's own .pth files, including the editable install's, are not read.
 """
 
 import json

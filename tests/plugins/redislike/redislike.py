@@ -1,4 +1,4 @@
-"""A third party's rendezvous backend: a store in a server of its own. It uses public names of rallypoint only."""
+"""A third party's rendezvous backend: a store in a server of its own. It uses only rallypoint's public names."""
 
 import base64
 import contextlib
@@ -20,7 +20,7 @@ from rallypoint.rendezvous import (
 
 
 class RedisLikeStore:
-    """Implements ``rallypoint.rendezvous.Store``; it connects with its first operation."""
+    """Implements ``rallypoint.rendezvous.Store``; connects on its first operation."""
 
     def __init__(
         self, hosts: Sequence[tuple[str, int]], prefix: str, password: str, patience: float
@@ -115,7 +115,7 @@ class RedisLikeStore:
 
 
 def _text(value: bytes) -> str:
-    # A counter is text that others may read.
+    # A counter is plain text, so that others can read it.
     return value.decode() if value.isdigit() else "b" + base64.b64encode(value).decode()
 
 

@@ -1,4 +1,4 @@
-"""A key-value server in the manner of Redis: JSON lines over TCP. Prints its port, then serves until it is killed."""
+"""A key-value server in the style of Redis: JSON lines over TCP. Prints its port, then serves until it is killed."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A third party's cluster: pods that find their place in variables. It uses public names of rallypoint only."""
+"""A third party's cluster: pods find their place in environment variables. It uses only rallypoint's public names."""
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch import Cluster, ClusterLevel, ClusterVariables, Placement

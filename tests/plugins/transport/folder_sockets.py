@@ -1,6 +1,6 @@
-"""A transport as a third party would write it: Unix sockets with names in a folder, by way of a relay.
+"""A transport as a third party would write it: Unix sockets with names in a folder, through a relay.
 
-It uses public names only. The relay notes what passes. It can change it, as somebody on the way could, and delay
+It uses only public names. The relay records what passes. It can change data, as a man in the middle could, and delay
 answers, as a network that loses packets does.
 """
 
@@ -44,7 +44,7 @@ class Folder:
 
 passed: list[bytes] = []
 change: list[bytes] = []
-# Seconds that answers are on the way.
+# Seconds by which answers are delayed.
 lags: list[float] = []
 
 
