@@ -1,8 +1,8 @@
-"""Jobs to be broken on purpose, and the hunt for what is left of them.
+"""Jobs to break on purpose, and the hunt for what is left of them.
 
-The test process makes itself a subreaper: whatever a job loses comes back to it as a child. So a
-process of a job is found in two ways, by walking down from here and by the mark that it inherits in
-its environment; a daemon escapes neither by forking twice nor by clearing its environment.
+The test process makes itself a subreaper, so it adopts whatever a job orphans. A job's processes are
+therefore found in two ways: by walking down from here, and by a mark that they inherit in their
+environment. A daemon escapes neither by forking twice nor by clearing its environment.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stub_torch import STUB
 SCRIPTS = Path(__file__).parent / "scripts"
 RALLY = (sys.executable, "-m", "rallypoint", "run")
 MARK = "RALLY_TEST_JOB"
-# Between a kill and the end of the last process of the job. A quiet machine takes milliseconds.
-# Less than the default time between SIGTERM and SIGKILL; long on a machine that is busy with other things.
+# Seconds from a kill until the job's last process has exited. A quiet machine takes milliseconds.
+# Less than the default time between SIGTERM and SIGKILL, and long enough for a machine that is busy with other things.
 GONE_WITHIN = 20.0
 
 
@@ -43,7 +43,7 @@ def wait_until(condition, timeout: float = 120.0, what: str = "condition"):
 
 
 class Job:
-    """One `rally run` with workers of ``scripts``, which note in ``folder`` what they do."""
+    """One `rally run` whose workers, from ``scripts``, note in ``folder`` what they do."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Job:
                 command, **{"env": env, "stdout": subprocess.DEVNULL, "stderr": stderr, **popen}
             )
 
-    # -- who is there -----------------------------------------------------------------------------
+    # -- processes -----------------------------------------------------------------------------
 
     def alive(self) -> dict[int, str]:
         """Every running process of the job: pid and command line."""
@@ -103,7 +103,7 @@ class Job:
         return {path.name: path.read_text() for path in found}
 
     def wait_for(self, pattern: str, count: int, timeout: float = 120.0) -> dict[str, str]:
-        """Wait until ``count`` notes of this name are there: their names and texts."""
+        """Wait for ``count`` notes of this name. Returns their names and texts."""
 
         def enough():
             if self.popen.poll() is not None:
@@ -117,7 +117,7 @@ class Job:
         """Pids of the workers, by rank, once all of them are in their loop of collectives."""
         return [int(text) for text in self.wait_for(f"loop.{generation}.*", count).values()]
 
-    # -- ends -------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------
 
     def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
@@ -158,7 +158,7 @@ def _command_line(pid: int) -> str:
 
 @pytest.fixture
 def start(tmp_path):
-    """``start(*flags, worker=(…))`` begins a job; at the end of the test nothing of it may be left."""
+    """``start(*flags, worker=(…))`` starts a job; nothing of it may be left at the end of the test."""
     was_subreaper = process.is_subreaper()
     process.set_subreaper(True)
     jobs: list[Job] = []

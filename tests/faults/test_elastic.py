@@ -36,7 +36,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def cluster(tmp_path: Path, hosts: Hosts) -> Iterator[Cluster]:
-    """A job on hosts of their own; nothing of it may be left when the test has ended it."""
+    """A job on hosts of its own; nothing of it may be left once the test has ended it."""
     job = Cluster(tmp_path, hosts)
     try:
         yield job
@@ -59,7 +59,7 @@ def local(tmp_path: Path) -> Iterator[Cluster]:
 
 def words(nnodes: str, *more: str, lease: float = LEASE, last_call: float = 1.0) -> tuple[str, ...]:
     conf = f"lease={lease:g},last_call_timeout={last_call:g},join_timeout=60"
-    # Named, since torchrun's default for a fixed number of nodes is fixed ranks.
+    # Named because torchrun's default for a fixed number of nodes is fixed ranks.
     backend = ("--rdzv-backend", "c10d")
     return ("--nnodes", nnodes, *backend, "--rdzv-conf", conf, "--shutdown-timeout", "2", *more)
 
@@ -85,7 +85,7 @@ def add(cluster: Cluster, name: str, host: int, nnodes: str, *more: str):
 
 
 def finish(cluster: Cluster, *names: str) -> None:
-    """End the job in good order; every node named ends well."""
+    """End the job in good order; every node named exits with 0."""
     cluster.order("finish")
     assert {name: cluster.node(name).wait() for name in names} == dict.fromkeys(names, 0), cluster
     cluster.check_history()
@@ -101,7 +101,7 @@ def test_workers_and_supervisors_are_killed_one_after_another(cluster: Cluster) 
     assert first.restarts == 0
     cluster.goes_on(first)
 
-    # A worker: all restart, once, and it is charged to the job's budget.
+    # A worker dies: all restart, once, and it is charged to the job's budget.
     victim = first.workers[5]
     at = time.monotonic()
     os.kill(victim["pid"], signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_workers_and_supervisors_are_killed_one_after_another(cluster: Cluster) 
     cluster.measure("worker killed, next collective", second.at - at)
     cluster.goes_on(second)
 
-    # A supervisor that does not serve the store: the others go on, and nothing is charged.
+    # A supervisor that does not serve the store dies: the others go on, and nothing is charged.
     victim_name = next(name for name in reversed(second.names) if name != "n0")
     at = cluster.node(victim_name).signal(signal.SIGKILL)
     third = cluster.formed(6, after=second.generation)
@@ -123,7 +123,7 @@ def test_workers_and_supervisors_are_killed_one_after_another(cluster: Cluster) 
     cluster.measure("supervisor killed, next collective", third.at - at)
     cluster.goes_on(third)
 
-    # The one that serves it.
+    # The supervisor that serves the store dies.
     at = cluster.node("n0").signal(signal.SIGKILL)
     fourth = cluster.formed(4, after=third.generation)
     assert (fourth.generation, fourth.restarts) == (third.generation + 1, 1)
@@ -131,7 +131,7 @@ def test_workers_and_supervisors_are_killed_one_after_another(cluster: Cluster) 
     cluster.measure("store's host killed, next collective", fourth.at - at)
     cluster.goes_on(fourth)
 
-    # A host comes back, and finds the job where it has gone.
+    # A host comes back and finds the job where it has moved.
     add(cluster, "again", 0, "1:4", "--max-restarts", "3", "--nproc-per-node", "2")
     fifth = cluster.formed(6, after=fourth.generation)
     assert fifth.restarts == 1
@@ -193,7 +193,7 @@ def test_a_failure_that_is_not_restarted_is_reported_alike_on_every_node(
 
 @pytest.mark.netns
 def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
-    """Without collectives: only the supervisors can tell the others' workers."""
+    """Without collectives, only the supervisors can tell the other nodes' workers."""
     by_lease = 60.0  # nobody waits for that long
     env = {"ELASTIC_APART": "1"}
     start_hosts(cluster, 4, "4:4", "--max-restarts", "1", env=env, lease=by_lease)
@@ -223,7 +223,7 @@ def test_workers_deaths_are_known_everywhere_at_once(cluster: Cluster) -> None:
 def test_a_job_that_is_stopped_between_two_rounds_ends_everywhere(
     cluster: Cluster, who: str
 ) -> None:
-    """All wait for a node that was killed. Ctrl-C on one of them: the others need not wait until ``join_timeout``."""
+    """All wait for a node that was killed. After Ctrl-C on one of them, the others need not wait until ``join_timeout``."""
     env = {"ELASTIC_APART": "1"}
     start_hosts(cluster, 4, "4:4", env=env)
     first = cluster.formed(4)
@@ -239,7 +239,7 @@ def test_a_job_that_is_stopped_between_two_rounds_ends_everywhere(
 
 
 def test_a_node_that_leaves_on_its_way_to_the_next_round_is_not_waited_for(local: Cluster) -> None:
-    """The others form the round with it, as it has come, and notice that it is gone."""
+    """The others form the round with it, as it has arrived, and then notice that it is gone."""
     flags = words("3:3", "--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "3")
     nodes = [local.start(f"n{index}", *flags) for index in range(3)]
     first = local.formed(3)
@@ -265,10 +265,10 @@ def test_a_node_that_leaves_on_its_way_to_the_next_round_is_not_waited_for(local
 
 @pytest.mark.netns
 def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None:
-    """A rolling update: SIGTERM, and start again at once. The store moves with each, and its old places stay."""
+    """A rolling update: SIGTERM, then an immediate restart. The store moves each time, and its old places stay."""
     endpoint = ",".join(f"{hosts.addr(index)}:{PORT}" for index in range(3))
     flags = words("2:3", "--rdzv-endpoint", endpoint)
-    saves = {"ELASTIC_SAVES": "1"}  # the store of a node that leaves serves on meanwhile
+    saves = {"ELASTIC_SAVES": "1"}  # meanwhile the store of a node that leaves keeps serving
     nodes = [cluster.start(f"n{index}", *flags, host=index, env=saves) for index in range(3)]
     formed = cluster.formed(3)
     cluster.goes_on(formed)
@@ -288,7 +288,7 @@ def test_all_nodes_are_restarted_in_turn(cluster: Cluster, hosts: Hosts) -> None
 
 @pytest.mark.netns
 def test_the_store_stays_where_newcomers_look_for_it(cluster: Cluster, hosts: Hosts) -> None:
-    """A node on a host that the endpoint does not name has rank 0. It serves only if no host that is named is left."""
+    """Rank 0 is a node on a host that the endpoint does not name. It serves only if no named host is left."""
     endpoint = ",".join(f"{hosts.addr(index)}:{PORT}" for index in (1, 2))
     flags = words("2:3", "--rdzv-endpoint", endpoint)
     first = cluster.start("n1", *flags, host=1)
@@ -375,7 +375,7 @@ def test_whoever_is_cut_off_waits_and_comes_back(cluster: Cluster, hosts: Hosts)
     def of_the_other_half() -> list[dict[str, object]]:
         return [e for e in cluster.notes("generation", since=at) if e["node"] in {"n2", "n3"}]
 
-    # It gathers around a store of its own, and waits; or it is wrong, and trains.
+    # The other half gathers around a store of its own and waits; if it is wrong, it trains.
     waits = "the others may continue without this node"
     other_half = [cluster.node(name) for name in ("n2", "n3")]
     wait_until(
@@ -412,7 +412,7 @@ def test_the_stores_host_is_cut_off_and_comes_back(cluster: Cluster, hosts: Host
 @pytest.mark.netns
 @pytest.mark.long
 def test_hosts_that_were_all_cut_off_from_all_meet_again(cluster: Cluster, hosts: Hosts) -> None:
-    """A switch that reboots: each host gathers around a store of its own, and nobody has gone on."""
+    """A switch reboots: each host gathers around a store of its own, and nobody goes on."""
     start_hosts(cluster, 3, "2:3")
     first = cluster.formed(3)
     cluster.goes_on(first)
@@ -439,7 +439,7 @@ def start_local(local: Cluster, count: int, *flags: str) -> str:
 
 
 def test_the_stores_host_follows_those_who_lost_it_for_a_while(local: Cluster) -> None:
-    # It stands still and wakes up; its own workers notice nothing, and nor does it.
+    # It stands still and wakes up; neither it nor its own workers notice anything.
     flags = words("3:3", "--max-restarts", "3")
     endpoint = f"127.0.0.1:{free_port()}"
     for index in range(3):
@@ -462,7 +462,7 @@ def test_the_stores_host_follows_those_who_lost_it_for_a_while(local: Cluster) -
 
 @pytest.mark.long
 def test_a_slow_line_is_no_death_and_a_stalled_one_is(local: Cluster) -> None:
-    # The default lease: it must bear a third of a second in each direction.
+    # The default lease must tolerate a third of a second in each direction.
     flags = words("2:3", lease=5.0, last_call=15.0)
     port = free_port()
     proxy = FaultProxy(("127.0.0.1", port))
@@ -503,7 +503,7 @@ def test_clocks_that_differ_between_nodes_do_no_harm(local: Cluster) -> None:
     (local.folder / "ahead" / "sitecustomize.py").write_text(CLOCK)
     flags = (*words("2:3", "--max-restarts", "1"), "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     local.start("n0", *flags)
-    # An hour ahead by the wall clock; and a host that was started a day before.
+    # One node's wall clock is an hour ahead; another's host was booted a day earlier.
     local.start("n1", *flags, env={"PYTHONPATH": str(local.folder / "ahead")})
     namespace = ("unshare", "--time", "--monotonic", "86400", "--fork", "--kill-child")
     usable = subprocess.run(
@@ -535,7 +535,7 @@ def test_a_node_that_is_told_to_leave_goes_and_the_others_go_on(cluster: Cluster
         at = cluster.node(victim).signal(signal.SIGTERM)
         second = cluster.formed(len(first.workers) - 1, after=first.generation)
         assert victim not in second.names
-        # Once, not twice, and uncharged.
+        # One restart, not two, and it is not charged.
         assert (second.generation, second.restarts) == (first.generation + 1, 0), cluster
         assert cluster.node(victim).wait() == 143
         cluster.measure(f"{victim} is gone after SIGTERM", time.monotonic() - at)
@@ -550,7 +550,7 @@ def test_a_node_that_is_told_to_leave_goes_and_the_others_go_on(cluster: Cluster
 def test_a_node_all_of_whose_processes_are_told_to_end_leaves_and_the_others_go_on(
     local: Cluster,
 ) -> None:
-    """As a batch system requeues a part of a job. Its workers die of the signal before their supervisor has read it."""
+    """As a batch system requeues part of a job. The node's workers die of the signal before their supervisor has read it."""
     port = free_port()
     for name in ("n0", "n1", "n2"):
         local.start(name, *words("1:3", "--rdzv-endpoint", f"127.0.0.1:{port}"))
@@ -558,7 +558,7 @@ def test_a_node_all_of_whose_processes_are_told_to_end_leaves_and_the_others_go_
     local.goes_on(first)
     for victim in ("n2", "n0"):  # the second one serves the store
         pids = local.node(victim).tree()
-        # Children before their parents: its worker may have died before its supervisor is told.
+        # Children before their parents: a worker may have died before its supervisor is told.
         process.send(reversed(pids), signal.SIGTERM)
         second = local.formed(len(first.workers) - 1, after=first.generation)
         assert victim not in second.names
@@ -763,7 +763,7 @@ def test_workers_that_die_of_anothers_admission_cost_nothing(local: Cluster) -> 
     try:
         local.start("new", *flags)
         local.node(first.names[0]).wait_said("a node wants to join")
-        time.sleep(0.2)  # the late one's worker dies of it
+        time.sleep(0.2)  # the late node's worker dies of it
     finally:
         late.signal(signal.SIGCONT)
     second = local.formed(3, after=first.generation)
@@ -847,10 +847,10 @@ def test_who_does_not_know_the_secret_is_no_member_and_does_no_harm(local: Clust
 def test_a_fork_server_that_is_killed_costs_its_node_and_is_told_to_the_others(
     local: Cluster, elastic: bool
 ) -> None:
-    """It was on the node with the job's store, whose process lives on until all is said. And only fork servers have torch."""
+    """It is on the node with the job's store, whose process lives on until the others are told. Only fork servers have torch."""
     nodes = words("1:2") if elastic else ("--nnodes", "2", "--shutdown-timeout", "2")
     endpoint = f"127.0.0.1:{free_port()}"
-    # Interpreters of their own: what they have in memory is theirs.
+    # Separate interpreters, so that what they have in memory is their own.
     python = ("env",)
     for index in range(2):
         rank = () if elastic else ("--node-rank", str(index))
@@ -900,7 +900,7 @@ def test_a_node_whose_store_ends_with_it_waits_until_the_others_have_read_why(
     other.signal(signal.SIGSTOP)
     os.kill(fork_server, signal.SIGKILL)
     why = f"its fork server (pid {fork_server}) was killed by SIGKILL"
-    time.sleep(1.5)  # nothing happens that could be waited for: the node stays
+    time.sleep(1.5)  # there is no event to wait for: the node stays
     assert server.alive, local
     other.signal(signal.SIGCONT)
     assert server.wait() == 1

@@ -34,7 +34,7 @@ pytestmark = [
 TESTS = Path(__file__).parents[1]
 WORKER = TESTS / "faults/scripts/attacked_worker.py"
 NOBODY = 65534
-# Hosts: of rank 0, of rank 1, the attacker's.
+# Hosts: rank 0's, rank 1's, the attacker's.
 CALLER, CALLEE, OTHER = 0, 1, 2
 FORBIDDEN = 666
 CROWD = 1500
@@ -115,7 +115,7 @@ class Attacked:
         self.strangers = {host: self._stranger(host) for host in (CALLER, OTHER)}
 
     def _open(self, name: str, mode: str) -> Any:
-        # For both, so that neither opening blocks.
+        # For reading and writing, so that opening it does not block on either side.
         fd = os.open(self.folder / name, os.O_RDWR)
         return os.fdopen(fd, mode)
 
@@ -134,7 +134,7 @@ class Attacked:
         return made
 
     def relay(self, host: int, kind: str, place: Any, to: Any, *words: str) -> tuple[Program, Any]:
-        """A relay of another user's; and its address."""
+        """A relay that runs as another user, and its address."""
         where = [place[0], str(place[1]), to[0], str(to[1])]
         made = self.program(host, "relays.py", kind, *where, "--uid", str(NOBODY), *words)
         return made, made.read()
@@ -167,7 +167,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that others may enter and read, as most home folders may be."""
+    """A folder that others may enter and read, as they may most home folders."""
     os.umask(0o022)
     for each in (tmp_path, *tmp_path.parents):
         if each.stat().st_uid == os.geteuid() and str(each).startswith("/tmp/"):
@@ -183,12 +183,12 @@ def test_strangers_run_nothing_and_learn_nothing_and_stop_nothing(
     with ExitStack() as stack:
         job = Attacked(folder, hosts, num_nodes, stack)
         asked = [1]
-        # Whether the attacker's host gets to the job at all.
+        # Whether an attacker on that host can reach the job at all.
         reached = {CALLER: True, OTHER: num_nodes == 2}
         for host, stranger in job.strangers.items():
             assert stranger.do("reach", [job.store]) == [reached[host]], host
 
-        # Rewritten records: rank 1's, before rank 0 reads it.
+        # Rank 1's record is rewritten before rank 0 reads it.
         job.begin(1, "join", options)
         for host, stranger in job.strangers.items():
             if reached[host]:
@@ -233,7 +233,7 @@ def test_strangers_run_nothing_and_learn_nothing_and_stop_nothing(
 
 
 def _speak_to_it(job: Attacked, stranger: Program, place: Any, asked: list[int]) -> None:
-    """Without a proof; without a secret; and by so many connections that no other would fit."""
+    """Speak to it without a proof, without a secret, and over so many connections that no other would fit."""
     for said in stranger.do("knock", place):
         alert = said.startswith("\x15\x03") and len(said) == 7  # of TLS, if it is still on its way
         assert alert or said in ("", "ConnectionResetError", "BrokenPipeError") or "refused" in said
@@ -246,7 +246,7 @@ def _speak_to_it(job: Attacked, stranger: Program, place: Any, asked: list[int])
 
 
 def _goes_on(job: Attacked, asked: list[int]) -> None:
-    """The call that meets the broken connection may be lost; the next one is not."""
+    """The call that hits the broken connection may be lost; the next one is not."""
     wait_until(lambda: _call(job, asked).isdigit(), "calls arrive again", 60)
 
 
@@ -269,7 +269,7 @@ def _alters(job: Attacked, relay: Program, asked: list[int]) -> None:
 
 
 def _relay_of_another_user(job: Attacked, kind: str, place: Any, asked: list[int]) -> None:
-    """On rank 0's host, as if it could lead packets to itself."""
+    """On rank 0's host, as if it could divert packets to itself."""
     relay, where = job.relay(CALLER, kind, [job.hosts.addr(CALLER), 0], place)
     job.do(0, "divert", where)
     job.do(0, "hang_up")
@@ -310,10 +310,10 @@ def _relay_on_the_way(job: Attacked, kind: str, place: Any, asked: list[int]) ->
 
 
 def _relays_at_their_own_addresses(job: Attacked, kind: str, place: Any, asked: list[int]) -> None:
-    """As if the records were believed. A first connection: a member that was there and cannot be reached is lost."""
+    """As if the records were believed. On the first connection only: a member that was there and cannot be reached is lost."""
     for host in job.strangers:
         if kind == "tls":
-            # One that only passes TLS on is no more than a router: this one has a certificate.
+            # A relay that only passes TLS on is no more than a router, so this one has a certificate.
             to = [job.hosts.addr(host), 0, *place, NOBODY]
             relay = job.program(host, "tls_relay.py", *map(str, to))
             where = relay.read()

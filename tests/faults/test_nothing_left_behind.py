@@ -1,4 +1,4 @@
-"""Whatever is killed, and however often: no process of the job stays, and a living supervisor says why."""
+"""Whatever is killed, and however often: no process of the job is left, and a living supervisor says why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from supervisors import RALLY, Popen, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
-# Well before the default time between SIGTERM and SIGKILL (30 s), and long on a machine that is busy with other things.
+# Well below the default time between SIGTERM and SIGKILL (30 s), and long enough for a machine that is busy with other things.
 SOON = 20.0
 
 UNPLEASANT = ("--daemon", "--grandchild", "--loaders")
@@ -117,7 +117,7 @@ def test_kill_9_of_the_fork_server_while_it_imports_torch(start):
 
 
 def test_kill_9_of_the_supervisor_in_the_middle_of_a_restart(start):
-    """Workers are being stopped: two of them are deaf and have the whole grace time before them."""
+    """Workers are being stopped: two of them are deaf and have the whole grace period ahead of them."""
     job = start("--nproc-per-node", "3", "--max-restarts", "3", *FAST, worker=("--deaf", "--daemon", "--no-torch"))  # fmt: skip
     pids = job.workers(3)
     job.kill(pids[0])
@@ -138,7 +138,7 @@ def test_kill_9_of_the_supervisor_while_the_next_generation_starts(start, after)
     job.assert_nothing_left()
 
 
-# -- good ends that leave something -----------------------------------------------------------------
+# -- jobs that end well and leave something ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_stopped_worker_is_killed_after_the_grace(start):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_workers_save(start, number):
-    if number == signal.SIGHUP:  # nobody catches it: only the exit code is looked at
+    if number == signal.SIGHUP:  # nobody catches it: only the exit code is checked
         job = start(*two(*FAST), worker=("--no-torch",))
     else:
         job = start(
@@ -220,7 +220,7 @@ def test_a_second_signal_ends_it_now(start, number, method):
     job = start(*two("--start-method", method), worker=("--no-torch", "--deaf", "--daemon"))
     pids = job.workers(2)
     job.kill(job.supervisor, number)
-    _wait_for_text(job, "waiting for ranks 0, 1 (")  # two that come together are one
+    _wait_for_text(job, "waiting for ranks 0, 1 (")  # two that arrive together count as one
     assert all(map(process.is_running, pids)), "they had the whole grace time left"
     began = time.monotonic()
     job.kill(job.supervisor, number)
@@ -249,7 +249,7 @@ def test_a_signal_while_torch_is_being_imported_starts_nothing(start, times):
     for _ in range(times):
         job.kill(job.supervisor, signal.SIGINT)
         time.sleep(0.002)
-    # The second may come when the first has done all and handlers are Python's own again.
+    # The second may arrive after the first has done everything and the handlers are Python's own again.
     assert job.end() in {128 + signal.SIGINT, -signal.SIGINT}
     assert time.monotonic() - began < SOON * pace(), "there was nothing to wait for"
     assert not job.alive()
@@ -333,7 +333,7 @@ def test_ctrl_c_twice_in_a_terminal_ends_it_now(start, terminal):
     pids = job.workers(2)
     os.write(ours, b"\x03")
     shown = b""
-    while b"waiting for ranks 0, 1 (" not in shown:  # two that come together are one
+    while b"waiting for ranks 0, 1 (" not in shown:  # two that arrive together count as one
         assert select.select([ours], [], [], 120.0)[0], shown
         shown += os.read(ours, 65536)
     assert all(map(process.is_running, pids))
@@ -354,11 +354,11 @@ def test_a_closed_terminal_ends_the_job(start):
     assert not job.alive()
 
 
-# -- the children of others --------------------------------------------------------------------------
+# -- other programs' children ------------------------------------------------------------------------
 
 
 def test_children_that_were_there_before_us_are_left_alone(start, tmp_path):
-    """`helper & exec rally run …` in a shell: the helper is our child, but not of our job."""
+    """`helper & exec rally run …` in a shell: the helper is our child, but not part of our job."""
     script = 'sleep 600 & echo $! > "$WORKER_NOTES/helper"; exec "$@"'
 
     job = start(*two(*FAST), worker=("--no-torch", "--daemon"), through=("sh", "-c", script, "sh"))
@@ -375,7 +375,7 @@ def test_children_that_were_there_before_us_are_left_alone(start, tmp_path):
 
 
 def _wait_for_title(server: int, timeout: float = 120.0) -> None:
-    """Wait until the fork server has been told what to do; right after it, it imports torch."""
+    """Wait until the fork server has been told what to do; right after that, it imports torch."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         with open(f"/proc/{server}/cmdline", "rb") as file:
@@ -395,7 +395,7 @@ def _wait_for_text(job, text: str, timeout: float = 120.0) -> None:
 
 
 def test_the_hunt_finds_what_hides():
-    """The fixture's own eyes: a daemon without environment is found, so the tests above can fail."""
+    """The fixture finds a daemon without an environment, so the tests above can fail."""
     was = process.is_subreaper()
     process.set_subreaper(True)
     before = set(process.descendants(os.getpid()))
@@ -433,7 +433,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("who", ["a worker", "the supervisor", "the fork server"])
 def test_what_workers_shared_is_removed_when_they_are_killed(tmp_path: Path, who: str) -> None:
-    """By multiprocessing's own process for that, which has to outlive them for a moment."""
+    """By multiprocessing's resource tracker, which has to outlive them for a moment."""
     (tmp_path / "shares.py").write_text(SHARES)
     words = [RALLY, "run", "--nproc-per-node", "2", "--shutdown-timeout", "0.2", "shares.py", who]
     job = Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

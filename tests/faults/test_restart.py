@@ -1,4 +1,4 @@
-"""A worker dies, the job starts again: at the first attempt, from a warm server, over a fresh store."""
+"""A worker dies and the job starts again: at the first attempt, from a warm server, over a fresh store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_when_restarts_are_used_up_the_last_failure_is_reported(start, tmp_path)
     assert report["root_cause"]["generation"] == 2
     assert report["max_restarts"] == 2
     assert report["log_folder"] == str(folder / "attempt_2")
-    # Who died in which generation is on record for each of them.
+    # Each generation's record says who died in it.
     for generation in range(3):
         file = folder / f"attempt_{generation}/{generation % 2}/error.json"
         assert json.loads(file.read_text())["message"]["errorCode"] == 128 + signal.SIGKILL

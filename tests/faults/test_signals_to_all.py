@@ -1,4 +1,4 @@
-"""A signal to every process of a job at once, as batch systems send it: workers get it, and once; nothing else ends of it."""
+"""A signal to every process of a job at once, as batch systems send it: workers get it, once, and nothing else dies of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal
 
 
 def to_all(job, number: int, *, workers_first: bool = False) -> None:
-    """In the order of pids, or workers first: who signals a job knows nothing of its order."""
+    """In the order of pids, or workers first: whoever signals a job knows nothing of its order."""
     pids = sorted(job.alive(), reverse=workers_first)
     assert len(pids) >= 5, "supervisor, fork server, store, two workers"
     process.send(pids, number)
@@ -45,7 +45,7 @@ def start_two(start, *flags: str, method: str = "forkserver", **more):
 )
 def test_workers_write_their_last_checkpoint(start, method, number, workers_first):
     job = start_two(start, "--signals-to-handle", "TERM,INT,HUP,QUIT", method=method)
-    for other in OTHERS:  # which workers handle: they end nothing
+    for other in OTHERS:  # workers handle these: they end nothing
         to_all(job, other, workers_first=workers_first)
         job.wait_for(f"count.{int(other)}.*", 2)
     to_all(job, number, workers_first=workers_first)
@@ -72,7 +72,7 @@ def test_workers_of_an_elastic_job_write_their_last_checkpoint(
         node.workers(1)
     for other in (signal.SIGUSR1, number):
         to_all(nodes[0], other, workers_first=workers_first)
-        if other == signal.SIGUSR1:  # which workers handle: it ends nothing
+        if other == signal.SIGUSR1:  # workers handle it: it ends nothing
             for node in nodes:
                 node.wait_for(f"count.{int(other)}.*", 1)
     assert [node.end() for node in nodes] == [128 + number] * 2

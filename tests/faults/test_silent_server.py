@@ -1,4 +1,4 @@
-"""A fork server that does not answer: stopped by somebody, or stuck in the kernel. The job ends all the same."""
+"""A fork server that does not answer: stopped by somebody, or stuck in the kernel. The job ends nevertheless."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_stopped_server_of_a_function_launch_is_woken(tmp_path, method):
 
 @pytest.fixture
 def freeze() -> Iterator:
-    """``freeze(pid)`` makes a process deaf to everything, SIGKILL too, as a hung driver does."""
+    """``freeze(pid)`` makes a process deaf to everything, even SIGKILL, as a hung driver does."""
     if not (FREEZER / "tasks").exists() or os.geteuid() != 0:
         pytest.skip("needs root and the freezer of cgroup v1")
     folder = FREEZER / f"rally-{uuid.uuid4().hex[:8]}"
@@ -88,7 +88,7 @@ def freeze() -> Iterator:
             process.reap([pid], 20)
         try:
             folder.rmdir()
-        except OSError:  # the kernel has not let go of the last one yet
+        except OSError:  # the kernel has not released the last one yet
             pass
 
 

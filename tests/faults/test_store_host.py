@@ -1,4 +1,4 @@
-"""The process that serves the job's store is killed, or stands still: the others meet at another place."""
+"""The process that serves the job's store is killed or stands still: the others meet elsewhere."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Node:
         return rounds[-1] if rounds else None
 
     def signal(self, number: int) -> float:
-        """Sends it; when."""
+        """Send it. Returns the time."""
         os.kill(self.pid, number)
         self.alive = number not in {signal.SIGKILL, signal.SIGSTOP}
         return time.monotonic()
@@ -109,7 +109,7 @@ class Nodes:
         return [node for node in self.all if node.alive]
 
     def together(self, nodes: list[Node] | None = None, timeout: float = 120.0) -> dict[str, int]:
-        """Wait until these are the members of one round: their ranks."""
+        """Wait until these are the members of one round. Returns their ranks."""
         wanted = self.living if nodes is None else nodes
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -134,17 +134,17 @@ class Nodes:
             time.sleep(0.01)
 
     def formed(self) -> float:
-        """When the last of the living got into its last round."""
+        """When the last of the living nodes entered its last round."""
         return max(node.notes("round")[-1]["at"] for node in self.living)
 
     def host(self) -> Node:
-        """Who serves the store."""
+        """The node that serves the store."""
         serving = [n for n in self.living if (r := n.last_round()) is not None and r["serves"]]
         assert len(serving) == 1, serving
         return serving[0]
 
     def place(self) -> list[Any]:
-        """Where the store is, as its clients say."""
+        """Where the store is, according to a client of it."""
         client = next(node for node in self.living if node is not self.host())
         last = client.last_round()
         assert last is not None
@@ -219,7 +219,7 @@ def test_the_host_and_the_first_in_line_are_killed_together(nodes: Nodes) -> Non
 def test_who_is_left_of_several_killed_together_goes_on(
     nodes: Nodes, count: int, others: int, with_host: bool
 ) -> None:
-    """They are no majority, but can see that the others have ended."""
+    """They are not a majority, but they can see that the others have ended."""
     for _ in range(count):
         nodes.start(min=1, max=count)
     nodes.together()
@@ -239,14 +239,14 @@ def test_the_next_host_is_killed_while_the_others_wait_for_it_to_serve(nodes: No
     left = [node for node in nodes.all if node not in (host, standby)]
     standby.signal(signal.SIGSTOP)  # its turn comes, and it does not take it
     killed = host.signal(signal.SIGKILL)
-    # By the store's connection or by the watch over the host, whichever breaks first.
+    # They notice by the connection to the store or by the watch over the host, whichever breaks first.
     nodes.until(lambda: all(node.notes(since=killed) for node in left))
     standby.signal(signal.SIGKILL)
     nodes.together(left)
 
 
 def test_one_node_is_killed_and_another_one_stands_still(nodes: Nodes) -> None:
-    """Two of three that may live go on, and the third comes back."""
+    """Two of the three that may be alive go on, and the third comes back."""
     four(nodes)
     host = nodes.host()
     sleeper = nodes.by_rank(3) if nodes.by_rank(3) is not host else nodes.by_rank(2)
@@ -301,7 +301,7 @@ def test_a_host_that_slept_comes_back_as_a_newcomer_where_the_others_are(nodes: 
 
 
 def test_a_newcomer_at_the_old_endpoint_is_led_to_the_new_one(nodes: Nodes) -> None:
-    """Its own machine has the address of the endpoint, so it serves an empty store there."""
+    """Its own machine has the endpoint's address, so it serves an empty store there."""
     four(nodes)
     nodes.host().signal(signal.SIGKILL)
     nodes.together()
@@ -327,7 +327,7 @@ def test_who_was_led_on_from_its_own_store_goes_on_when_the_next_one_is_lost(nod
 
 @pytest.mark.long
 def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
-    """Nobody has its place for an endpoint: those who left it have to tell it where they went."""
+    """No endpoint names its place, so those who left it have to tell it where they went."""
     four(nodes)
     nodes.host().signal(signal.SIGKILL)
     nodes.together()
@@ -341,7 +341,7 @@ def test_the_second_host_sleeps_and_comes_back(nodes: Nodes) -> None:
 
 @pytest.mark.long
 def test_a_half_that_is_cut_off_does_not_go_on_without_the_other(nodes: Nodes) -> None:
-    """Two of four are silent, the host among them: they may live behind a broken network."""
+    """Two of four are silent, the host among them: they may be alive behind a broken network."""
     ranks = four(nodes)
     host = nodes.host()
     other = nodes.by_rank(3) if nodes.by_rank(3) is not host else nodes.by_rank(2)
@@ -352,7 +352,7 @@ def test_a_half_that_is_cut_off_does_not_go_on_without_the_other(nodes: Nodes) -
     other.signal(signal.SIGCONT)
     woken = time.monotonic()
     other.alive = True
-    after = nodes.together()  # three of four may
+    after = nodes.together()  # three of four may go on
     print(f"third node back, round of 3 after {nodes.formed() - woken:.2f} s")
     assert len(after) == 3
     assert {name: after[name] for name in after if ranks[name] < 3}.items() <= ranks.items()

@@ -1,4 +1,4 @@
-"""`rally run --avoid-hosts`: real jobs that lose hosts, and what the next ones make of that."""
+"""`rally run --avoid-hosts`: real jobs that lose hosts, and what later jobs make of that."""
 
 from __future__ import annotations
 

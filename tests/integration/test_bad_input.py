@@ -1,4 +1,4 @@
-"""What cannot be is answered in one line that names the thing and the fix, and leaves nothing behind."""
+"""Bad input is answered in one line that names the mistake and the fix, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.integration
 
 RALLY = str(Path(sys.executable).parent / "rally")
 MISTAKE, AT_RUN_TIME = 2, 1
-# Linux capabilities (linux/capability.h) that make root stand above permissions.
+# Linux capabilities (linux/capability.h) that put root above permissions.
 DAC_OVERRIDE, DAC_READ_SEARCH, NET_BIND_SERVICE = 1, 2, 10
 
 
 def without_privileges() -> None:
-    """In the child: permissions hold for root too. It stays root, so that the venv stays readable."""
+    """In the child, make permissions hold for root too. It stays root, so that the venv stays readable."""
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (DAC_OVERRIDE, DAC_READ_SEARCH, NET_BIND_SERVICE):
         assert libc.prctl(24, capability, 0, 0, 0) == 0, "PR_CAPBSET_DROP"
@@ -54,10 +54,10 @@ class Asker:
         (folder / "exits.py").write_text("raise SystemExit(3)")
 
     def ask(self, *words: str, unprivileged: bool = False, **env: str) -> Answer:
-        """What ``rally WORDS`` says, which has to be a single line.
+        """What ``rally WORDS`` says, which must be a single line.
 
         Args:
-            unprivileged: permissions hold for it, even if the tests run as root.
+            unprivileged: permissions hold for the command, even if the tests run as root.
         """
         marker = uuid.uuid4().hex
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
@@ -114,7 +114,7 @@ def asker(tmp_path) -> Asker:
 
 @dataclass(frozen=True)
 class Mistake:
-    """``rally run WORDS``, and what the answer must hold.
+    """``rally run WORDS``, and what the answer must contain.
 
     Args:
         names: the thing that is wrong.
@@ -445,7 +445,7 @@ def test_port_that_is_not_permitted(asker: Asker):
 
 @pytest.fixture
 def mount_small(tmp_path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system that has room for so many files, its own folder included."""
+    """Mounts a file system with room for that many files, its own folder included."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("needs root to mount a file system")
     folder = tmp_path / "disk"
@@ -470,7 +470,7 @@ def mount_small(tmp_path) -> Iterator[Callable[[int], Path]]:
     ("files", "exit_code"), [(1, MISTAKE), (2, AT_RUN_TIME), (3, AT_RUN_TIME), (4, AT_RUN_TIME)]
 )
 def test_log_folder_on_a_full_disk(tmp_path, mount_small, files: int, exit_code: int):
-    """The disk is full at the run's folder, the attempt's, the worker's, the log file."""
+    """The disk fills up at the run's folder, the attempt's, the worker's, or the log file."""
     disk = mount_small(files)
     (tmp_path / "work").mkdir()
     answer = Asker(tmp_path / "work").ask(
@@ -501,7 +501,7 @@ def test_ctrl_c_while_it_still_imports_ends_without_a_traceback():
 def test_a_file_that_hides_a_module_of_the_standard_library_is_named(tmp_path: Path):
     (tmp_path / "train.py").write_text("print('ran')")
     (tmp_path / "random.py").write_text("def draw(): return 4")
-    # Not a fork of this process, which has imported Python's own.
+    # Not a fork of this process, which has already imported Python's own module.
     done = subprocess.run(
         [RALLY, "run", "train.py"],
         cwd=tmp_path,
@@ -516,11 +516,11 @@ def test_a_file_that_hides_a_module_of_the_standard_library_is_named(tmp_path: P
 
 
 def test_a_file_in_the_current_folder_hides_nothing_from_the_launcher(tmp_path: Path):
-    """`--hosts` starts `python -m rallypoint` in the job's folder. The script is elsewhere, so its workers do not see the file."""
+    """`--hosts` starts `python -m rallypoint` in the job's folder. The script is elsewhere, so workers do not see the file."""
     (tmp_path / "uuid.py").write_text("raise RuntimeError('not that of Python')")
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text("print('ran')")
-    # Not a fork of this process, which has imported Python's own.
+    # Not a fork of this process, which has already imported Python's own module.
     done = subprocess.run(
         [RALLY, "run", "--hosts", "localhost", "--start-method", "exec", "src/train.py"],
         cwd=tmp_path,

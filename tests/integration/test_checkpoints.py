@@ -49,7 +49,7 @@ class Stop(Exception):
 
 
 class Training:
-    """A small training, alone in this process. What it ends with depends on every draw and every batch."""
+    """A small training run, alone in this process. Its result depends on every draw and every batch."""
 
     def __init__(self, **model: Any) -> None:
         torch.manual_seed(0)
@@ -103,7 +103,7 @@ class Training:
 
 
 def finish(session: elastic.Session) -> None:
-    """Wait until the checkpoint under way is written, so that each one of these short steps is."""
+    """Wait for the checkpoint under way, so that every one of these short steps gets its own."""
     checkpoints = session._checkpoints
     assert isinstance(checkpoints, Checkpoints)
     checkpoints._join(None)
@@ -145,12 +145,12 @@ def test_the_next_start_goes_on_at_the_same_step_with_the_same_bits(
     expected, seen = undisturbed
     assert third.run(where) == expected
     assert third.began == 21
-    # Exactly once, but for the steps behind the last checkpoint.
+    # Exactly once, except for the steps after the last checkpoint.
     parts = zip((first, second, third), (7, 21, 33), strict=True)
     assert [each for part, last in parts for each in part.seen if each[0] <= last] == seen
     assert (second.tasks, third.tasks) == ([0, 1], [1, 2])
     assert names(where) == [name_of(step) for step in (21, 28, 33)]
-    # A job that is through does nothing when it is started again.
+    # A finished job does nothing when it is started again.
     again = Training()
     again.run(where)
     assert (again.began, again.seen, again.tasks) == (33, [], [])
@@ -179,7 +179,7 @@ def test_a_loop_that_was_left_goes_on_behind_its_last_step(tmp_path: Path) -> No
 
 
 class Counted(Dataset[int]):
-    """Says which samples were fetched."""
+    """Records which samples were fetched."""
 
     def __init__(self) -> None:
         self.fetched: list[int] = []
@@ -195,7 +195,7 @@ class Counted(Dataset[int]):
 def two_loops(
     where: Path, data: Sequence[Dataset[int]], stop: int
 ) -> list[tuple[list[int], float]]:
-    """The batches of two loops in each epoch, the first of which is left early, and what is drawn, up to a step."""
+    """The batches and draws, up to a step, of two loops in each epoch. The very first loop is left early."""
     found = []
 
     own = [torch.Generator().manual_seed(7), None]
@@ -255,7 +255,7 @@ def test_a_second_loop_over_epochs_goes_on_where_the_first_one_ended(tmp_path: P
 def one_part(
     where: Path, loader: Any, stop: int, epochs: int = 2
 ) -> tuple[list[list[int]], list[int]]:
-    """Steps up to one at which the session is left with an exception."""
+    """Train up to a step at which the session is left with an exception."""
     found, scores = [], []
     net = nn.Linear(1, 1)
     with contextlib.suppress(Stop):
@@ -272,7 +272,7 @@ def one_part(
 
 
 class Whole(Dataset[torch.Tensor]):
-    """Gives all samples of a list of indices."""
+    """Returns all samples of a list of indices."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -319,7 +319,7 @@ def test_loaders_that_keep_their_place_go_on_without_fetching_what_was_done(
     assert expected[:8] != expected[8:]
     torch.manual_seed(1)
     found = []
-    for stop in (3, 8, 11, -1):  # 8: behind the last batch of an epoch
+    for stop in (3, 8, 11, -1):  # 8: after the last batch of an epoch
         data = Counted()
         part, _ = one_part(tmp_path / "run", loaders()[name](data), stop)
         if data.fetched:  # in this process
@@ -394,7 +394,7 @@ def test_a_loader_within_another_object_has_its_order(
 
 
 class Drawing(Dataset[float]):
-    """What it gives of a sample depends on a draw, as with a random transform."""
+    """Its samples depend on a draw, as with a random transform."""
 
     def __len__(self) -> int:
         return 30
@@ -422,7 +422,7 @@ def test_dcp_reads_it(tmp_path: Path) -> None:
     model = {key: torch.zeros_like(value) for key, value in other.net.state_dict().items()}
     state = {"model": model, "optimizer": {"state": {"3.weight": {"exp_avg": torch.zeros(2, 16)}}}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # the warning that there is one process
         dcp.load(state, checkpoint_id=tmp_path / name_of(33))
     for key, value in training.net.state_dict().items():
         assert torch.equal(state["model"][key], value)
@@ -506,7 +506,7 @@ class Touches:
 
 
 def sealed_again(folder: Path, path: str) -> None:
-    """What somebody who may write to the folder does after a change of one file."""
+    """What somebody with write access to the folder does after changing a file."""
     record = json.loads((folder / RECORD).read_text())
     data = (folder / path).read_bytes()
     record["files"][path] = {"size": len(data), "digest": hashlib.sha256(data).hexdigest()}
@@ -529,7 +529,7 @@ def test_a_planted_checkpoint_runs_no_code(tmp_path: Path) -> None:
 def test_a_planted_object_in_a_tensors_place_is_not_unpickled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the file changes after it was looked at."""
+    """Even if the file changes after it was checked."""
     stopped(tmp_path, 8)
     folder, touched = tmp_path / name_of(7), tmp_path / "touched"
     data = io.BytesIO()
@@ -608,7 +608,7 @@ def test_a_place_that_vanishes_costs_the_checkpoint_only(
     assert training.run(where) == undisturbed[0]
     told = [each.getMessage() for each in caplog.records]
     assert [each for each in told if "step 14 was not written" in each and "Not a dir" in each]
-    # A directory that is gone is made again.
+    # A directory that is gone is created again.
     assert names(where) == [name_of(step) for step in (21, 28, 33)]
 
 
@@ -849,7 +849,7 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
     calm = job(tmp_path / "calm", [])
     assert calm.returncode == 0, calm.stderr
     assert calm.stderr == ""
-    # The first loss is recovered from in place; the second one costs all their process.
+    # The job recovers from the first loss in place; the second one costs all ranks their processes.
     lost = job(tmp_path / "lost", [[3, 0], [13, 1]], "--max-losses", "1", "--max-restarts", "1")
     assert lost.returncode == 0, lost.stderr
     assert (
@@ -857,7 +857,7 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
     )
     assert ends(tmp_path / "lost") == ends(tmp_path / "calm")
     assert (tmp_path / "lost" / "began").read_text().split() == ["0", "3", "10"]
-    # The whole job is killed, and started anew by hand.
+    # The whole job is killed, and restarted by hand.
     killed = job(tmp_path / "killed", [[22, 0]], "--max-losses", "0")
     assert killed.returncode == 128 + signal.SIGKILL
     assert job(tmp_path / "killed", [[22, 0]]).returncode == 0

@@ -50,17 +50,17 @@ def two():
     started.close()
 
 
-# -- what every rank can compute by itself -------------------------------------------------------------
+# -- what every rank can compute on its own ------------------------------------------------------------
 
 
 def tensor_of(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What ``rank`` holds; any rank can tell."""
+    """What ``rank`` holds; any rank can compute it."""
     generator = torch.Generator().manual_seed(rank)
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 8).to(dtype)
 
 
 def splits_of(rank: int, size: int) -> list[int]:
-    """Rows from ``rank`` to each rank: uneven, and some are none."""
+    """Rows from ``rank`` to each rank: uneven, and sometimes none."""
     return [(rank + 2 * peer) % 3 for peer in range(size)]
 
 
@@ -145,7 +145,7 @@ def moved_types() -> None:
 
 
 def conjugates() -> None:
-    """Views that are conjugated, or negated, when they are read: a backend reads what is in memory."""
+    """Views that are conjugated or negated only when they are read: a backend reads what is in memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [tensor_of(r, 2 * size, 4).view(2 * size, 2, 2) for r in range(size)]
     for view in (
@@ -222,7 +222,7 @@ def test_strided_and_empty_tensors(ranks):
 class Everybody(torch.autograd.Function):
     """All ranks' calls as one function of all ranks' arguments, which each rank evaluates.
 
-    ``shared_in``: all ranks have the same argument; ``shared_out``: and what comes out counts once.
+    ``shared_in``: all ranks have the same argument. ``shared_out``: all have the same result, which counts once.
     """
 
     @staticmethod
@@ -241,7 +241,7 @@ class Everybody(torch.autograd.Function):
 
 
 def from_all(x: torch.Tensor) -> list[torch.Tensor]:
-    """Of whatever shape on each rank."""
+    """All ranks' tensors, whatever their shapes."""
     shapes = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(shapes, torch.tensor([*x.shape, 1][:2]))
     flat = torch.zeros(64, dtype=x.dtype)
@@ -256,12 +256,12 @@ def from_all(x: torch.Tensor) -> list[torch.Tensor]:
 
 def check_gradient(call, xs, *, shared_in: bool = False, shared_out: bool = False) -> None:
     given = [x.clone().requires_grad_() for x in (xs[:1] if shared_in else xs)]
-    torch.manual_seed(0)  # the fast mode draws directions, on all ranks the same
+    torch.manual_seed(0)  # the fast mode draws directions, the same ones on all ranks
     assert torch.autograd.gradcheck(
         lambda *each: Everybody.apply(call, shared_in, shared_out, *each),
         given,
         check_undefined_grad=False,
-        fast_mode=dist.get_world_size() > 2,  # else every entry of the Jacobian
+        fast_mode=dist.get_world_size() > 2,  # otherwise every entry of the Jacobian
     )
 
 
@@ -308,7 +308,7 @@ def gradients_of_one_loss() -> None:
     check_gradient(scatter_to, xs, shared_in=True)
     check_gradient(reduce_from, xs, shared_out=True)
     check_gradient(gather_from, xs, shared_out=True)
-    # A layer divided by columns, then one divided by rows: as if it were not divided.
+    # A layer divided by columns, then one divided by rows: as if neither were divided.
     check_gradient(lambda x: reduce_from(copy_to(x) ** 2), xs, shared_in=True, shared_out=True)
     check_gradient(lambda x: gather_from(scatter_to(x) ** 2), xs, shared_in=True, shared_out=True)
 
@@ -441,7 +441,7 @@ def test_mistakes_are_an_error_on_every_rank_that_names_the_ranks(ranks):
     found = ranks.run(mistakes)
     for here in found:
         for text, first in zip(here, found[0], strict=True):
-            # What is said is the same, but for the name of the function that was called.
+            # The messages are the same except for the name of the function that was called.
             assert text.partition(": ")[2] == first.partition(": ")[2]
             assert "rank 1" in text, text
     mine = found[0]
@@ -494,7 +494,7 @@ def test_a_derivative_in_forward_mode_is_an_error(two):
 
 
 def as_in_the_default_group(backend: str) -> None:
-    """The same in a group of its own: on a GPU, where there is one for each rank."""
+    """The same in a group of its own: on GPUs, where there is one for each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -566,7 +566,7 @@ def lose(how: int) -> tuple[float, str] | None:
     finally:
         if dist.get_rank() == dist.get_world_size() - 1:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[1], signal.SIGKILL)  # one that was stopped keeps its sockets open
+                os.kill(pids[1], signal.SIGKILL)  # a stopped process keeps its sockets open
     return None
 
 

@@ -1,4 +1,4 @@
-"""Asking a job that runs: ``rally ps``, ``rally stacks`` and their Python form, on real jobs."""
+"""Querying a running job: ``rally ps``, ``rally stacks`` and their Python form, on real jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from supervisors import RALLY, Popen
 
 PATIENCE = 30.0
 
-# Each rank stands somewhere else; `stands` is written once all of a rank's processes do.
+# Each rank is stuck in a different place; `stands` is written once all of a rank's processes are.
 HANGS = """
 import ctypes, os, sys, threading, time
 
@@ -88,7 +88,7 @@ def wait_until(look: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture
 def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Sockets of this test alone. Their paths must be short."""
+    """A folder for this test's sockets alone. Their paths must be short."""
     with tempfile.TemporaryDirectory(prefix="rp-") as base:
         folder = Path(base) / "of-user"
         monkeypatch.setattr(user_folder, "candidates", lambda: (folder, Path(base) / "none" / "x"))
@@ -149,7 +149,7 @@ def test_ps_lists_it(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("how", ["signal", "py-spy"])
 def test_every_rank_shows_where_it_stands(job: Job, how: str) -> None:
-    """A system call, a lock, a loop, C code that holds the GIL, a child: none of them helps."""
+    """In a system call, a lock, a loop, C code that holds the GIL, a child: none of them cooperates."""
     if how == "py-spy" and find_py_spy() is None:
         pytest.skip("py-spy is not installed")
     found = connect(job.name).stacks(by_signal=how == "signal")
@@ -251,7 +251,7 @@ def test_no_job_is_one_line(own_folder: Path, capsys: pytest.CaptureFixture[str]
 def test_a_socket_that_somebody_else_removes_meanwhile_is_no_job(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two who list jobs at the same time find the same dead ones."""
+    """Two callers that list jobs at the same time find the same dead ones."""
     monkeypatch.setattr(sockets, "present", lambda: [own_folder / "jobs" / "gone.1.a.sock"])
     assert list(running()) == []
 
@@ -289,7 +289,7 @@ def served(own_folder: Path) -> Iterator[ControlServer]:
 
 
 def exchange(server: ControlServer, sent: bytes) -> bytes:
-    """What comes back, with the server run by hand."""
+    """Run the server by hand. Returns what comes back."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(os.fspath(server.path))
         line.sendall(sent)
@@ -348,7 +348,7 @@ def test_who_may_not_enter_the_folder_gets_no_socket(own_folder: Path) -> None:
 
 
 def test_what_a_killed_supervisor_has_left_goes_when_the_next_one_starts(own_folder: Path) -> None:
-    """Where nodes are lost and come again for weeks, nobody may ever ask `rally ps`."""
+    """Nodes may be lost and replaced for weeks without anybody ever running `rally ps`."""
     killed = f"""
 import os, signal
 from pathlib import Path
@@ -381,16 +381,16 @@ def test_what_no_supervisor_has_made_stays_and_does_no_harm(own_folder: Path) ->
 
 
 def test_a_socket_of_another_container_stays(own_folder: Path) -> None:
-    """Its number means nothing here, but somebody listens."""
+    """Its pid means nothing here, but somebody listens."""
     first, path = sockets.bind("job")
-    there = path.with_name(f"job.{2**22 + 1}.{'0' * 8}.sock")  # more than any process's here
+    there = path.with_name(f"job.{2**22 + 1}.{'0' * 8}.sock")  # higher than any pid here
     path.rename(there)
     second, path = sockets.bind("job")
     with first, second:
         assert sockets.present() == sorted([there, path])
     third, newest = sockets.bind("job")
     with third:
-        # The second one is that of this process, which lives.
+        # The second one belongs to this process, which is alive.
         assert sockets.present() == sorted([path, newest])
     path.unlink()
     newest.unlink()
@@ -437,7 +437,7 @@ def test_another_user_sees_nothing_and_is_not_heard(served: ControlServer) -> No
             folder.chmod(folder.stat().st_mode | 0o1)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        if other.stdout.readline() == "in\n":  # the way there may be closed by a folder above
+        if other.stdout.readline() == "in\n":  # a folder above may bar the way
             deadline = time.monotonic() + PATIENCE
             while other.poll() is None and time.monotonic() < deadline:
                 served.serve()
@@ -455,7 +455,7 @@ def test_the_signal_is_nobody_elses() -> None:
 
 
 def test_stacks_come_from_all_nodes(tmp_path: Path) -> None:
-    """Two supervisors; one is asked. A node whose supervisor is stopped is told as silent, within the patience."""
+    """Two supervisors, one of which is asked. A node whose supervisor is stopped is reported as silent, within the patience."""
     script = tmp_path / "hangs.py"
     script.write_text(HANGS)
     port = free_port()
@@ -608,7 +608,7 @@ def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(jo
         job.process.send_signal(signal.SIGCONT)
         del shown[:]
         wait_shown(f"{job.name}: running")
-        os.write(fd, b"\x1a")  # Ctrl-Z is a key like others
+        os.write(fd, b"\x1a")  # Ctrl-Z is a key like any other
         os.kill(pid, signal.SIGTERM)
         wait_shown("\x1b[?1049l")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
@@ -685,7 +685,7 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
     shown = b""
     try:
         if says:
-            # With so short a time a slow start is told as a hang first; the right one follows.
+            # With so short a time, a slow start is reported as a hang first; the right report follows.
             while says not in shown.decode() or b"\nranks 0, 2, in" not in shown:
                 line = job.stderr.readline()
                 assert line, shown

@@ -1,4 +1,4 @@
-"""Collectives over Gloo whose connections are shut in the middle: all who wait for one are given up at once."""
+"""Collectives over Gloo whose connections are shut midway: all waits for them are given up at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pace import pace
 from tcp_stores import ServedStore
 
 
-# As a session does it when nodes come: nobody is lost, each process shuts its own connections, in its own time.
+# As in a session when nodes arrive: nobody is lost, and each process shuts its own connections, in its own time.
 SCRIPT = """
 import os, random, sys, threading, time
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Programs that workers start or become: they are of the same job, and find its secret."""
+"""Programs that workers start or become: they belong to the same job and find its secret."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_descendants_of_a_worker_have_the_jobs_secret(tmp_path: Path, method: st
 
 
 def fingerprints() -> tuple[str, str]:
-    """Of the secret of this worker, and of a program that it starts."""
+    """Fingerprints of the secret that this worker finds, and of the one that a program started by it finds."""
     from rallypoint._core import secret
 
     code = "from rallypoint._core import secret; print(secret.fingerprint(secret.find()), end='')"

@@ -1,6 +1,6 @@
-"""The pages that teach: their programs run, and print what the pages show.
+"""The teaching pages: their programs run and print what the pages show.
 
-A page says in comments, which nobody sees, what is to be done with the block of code below:
+Hidden comments in a page say what to do with the block of code below them:
 
     <!-- file: NAME -->     write it to a file
     <!-- run: CODE -->      run its lines; the last one ends with this exit code
@@ -32,7 +32,7 @@ _PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
-    """What is to be done, with what, and the block."""
+    """For each block: what to do, with what, and its text."""
     found = []
     for each in _BLOCK.finditer((DOCS / page).read_text()):
         what, _, value = each["what"].partition(": ")
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
 
 
 def shown_in(text: str, output: str) -> str:
-    """The first line that is not shown; or nothing."""
+    """The first line that is not in the output, or an empty string."""
     at = 0
     for line in text.splitlines():
         words = ".*?".join(re.escape(each) for each in line.strip().split("…"))

@@ -72,7 +72,7 @@ while not (here / "go").exists():
 
 
 def test_a_node_that_comes_later_is_checked_by_itself_and_joins(tmp_path: Path) -> None:
-    """The others train, and take no part in a check."""
+    """The others train and take no part in a check."""
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     words = (

@@ -132,13 +132,13 @@ class Job:
         return [self.pool.submit(handler.next_rendezvous) for handler in handlers]
 
     def meet(self, *handlers: DynamicRendezvous) -> list[RendezvousInfo]:
-        """All of them join and are members of one round, in the order of the arguments."""
+        """Have all of them join one round. Returns their infos in the order of the arguments."""
         infos = [each.result(JOIN + 5) for each in self.join(*handlers)]
         assert len({info.generation for info in infos}) == 1
         return infos
 
     def end(self) -> None:
-        # The one that serves the store goes last, as the launcher sees to.
+        # The one that serves the store goes last, as the launcher ensures.
         for handler in sorted(self.handlers, key=lambda each: each.serves):
             assert handler.shutdown()
         self.pool.shutdown()
@@ -213,7 +213,7 @@ def test_a_spare_waits_and_steps_in_for_a_member_that_is_gone(job: Job, how: str
     time.sleep(0.1)
     (spare,) = [each for each in futures if not each.done()]
     members = [node for node, each in zip(nodes, futures, strict=True) if each.done()]
-    # Who serves the store stays: losing that is tests/faults' matter.
+    # The node that serves the store stays: tests/faults covers losing it.
     staying, leaving = sorted(members, key=lambda each: not each.serves)
     infos = {
         id(node): each.result() for node, each in zip(nodes, futures, strict=True) if each.done()
@@ -247,7 +247,7 @@ def test_a_member_that_leaves_on_its_way_to_the_next_round_is_lost_to_it(
     losses: list[Loss] = []
     nodes = [job.node(3, 3, listener=Listener(on_loss=losses.append)) for _ in range(3)]
     job.meet(*nodes)
-    leaving, *staying = sorted(nodes, key=lambda each: each.serves)  # that of the store is last
+    leaving, *staying = sorted(nodes, key=lambda each: each.serves)  # the store's node is last
     records = staying[0].records
     assert records is not None
     places = [f"1/node/{at}" for at in range(3)]
@@ -295,7 +295,7 @@ def test_a_spare_that_waits_through_several_rounds_says_so_once(job: Job) -> Non
 def test_who_leads_a_round_does_not_wait_for_members_it_knows_to_be_gone(
     job: Job, monkeypatch: pytest.MonkeyPatch, news_of: int
 ) -> None:
-    """Nor does it leave out others, for news of an earlier round, in which they had other ranks."""
+    """Nor does it leave out others because of news from an earlier round, in which they had other ranks."""
     monkeypatch.setattr(plans, "NUM_STANDBYS", 0)  # as beyond the sixteenth node: ids are not known
     nodes = [job.node(2, 3) for _ in range(3)]
     job.meet(*nodes)
@@ -330,7 +330,7 @@ def test_a_closed_rendezvous_wakes_whoever_waits(job: Job) -> None:
 
 @pytest.fixture(params=["file", "etcd"])
 def lasting(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
-    """A store that outlives jobs, which the last node clears."""
+    """A store that outlives jobs; the last node clears it."""
     if request.param == "file":
 
         def folder() -> FileStore:
@@ -461,7 +461,7 @@ NOT_A_NUMBER = st.binary(max_size=40).filter(lambda data: not data.strip().isdig
 
 
 def draw(strategy: st.SearchStrategy[Any], seed: int) -> Any:
-    """One example, the same for a seed: a whole round for each of hypothesis' hundred takes too long."""
+    """One example, always the same for a seed: a whole round for each of hypothesis' hundred would take too long."""
     from hypothesis import Phase, given, seed as seeded, settings
 
     drawn: list[Any] = []
@@ -506,7 +506,7 @@ def test_junk_under_every_key_before_the_round_holds_up_nobody(
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None:
-    """Also over records that were sound: then the round may be lost, and the nodes meet in another."""
+    """It also replaces sound records: then the round may be lost, and the nodes meet in another."""
     secret = b"secret"
     codec = Codec("job", secret)
     chance = random.Random(seed)
@@ -517,7 +517,7 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
     beats: list[str] = []
 
     def spoil() -> None:
-        # No plans, calls and counts of nodes that wait: a sound one that is destroyed is another matter.
+        # No plans, calls or counts of waiting nodes: destroying a sound one is another matter.
         while not stop.wait(0.01):
             key = chance.choice(
                 [*beats, "head", "closed", "moved", "0/arrivals", "0/node/0", "0/node/2", "0/ids/x"]
@@ -545,7 +545,7 @@ def test_junk_written_all_the_while_holds_up_nobody(job: Job, seed: int) -> None
 
 @pytest.mark.parametrize("how", ["overwritten", "deleted"])
 def test_a_newcomer_finds_the_running_round_though_its_records_are(job: Job, how: str) -> None:
-    """It must not begin at round 0, where another one might come to it."""
+    """It must not start at round 0, where another newcomer might join it."""
     secret = b"known to all the nodes"
     codec = Codec("job", secret)
     nodes = [job.node(2, 3, secret=secret) for _ in range(2)]
@@ -570,7 +570,7 @@ def test_a_newcomer_finds_the_running_round_though_its_records_are(job: Job, how
 
 
 def test_a_port_that_somebody_holds_for_a_moment_is_served_later() -> None:
-    """A connection may have been given the endpoint's port: it is refused, and cannot be bound either."""
+    """The endpoint's port may have been given to a connection: it then refuses connections and cannot be bound either."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         port = holder.getsockname()[1]
@@ -651,7 +651,7 @@ def test_nothing_is_left_after_shutdown(backend: Backend) -> None:
         job.end()
 
     def mine() -> set[str]:
-        # The watchdog over c10d's connections is the process's, and stays.
+        # The watchdog over c10d's connections belongs to the process, and stays.
         return {t.name for t in threading.enumerate()} - {"rally-watchdog"}
 
     once()  # what is loaded once is loaded now

@@ -1,4 +1,4 @@
-"""A worker that is lost as soon as its session trains: its supervisor may not have heard yet that the other nodes' workers are in theirs."""
+"""A worker lost as soon as its session trains: its supervisor may not know yet that the other nodes' workers are in theirs."""
 
 from __future__ import annotations
 

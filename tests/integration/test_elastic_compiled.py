@@ -1,4 +1,4 @@
-"""What torch.compile has made goes on when a process is lost: nobody who lives compiles anything again."""
+"""What torch.compile has made stays in use when a process is lost: no survivor compiles anything again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions on CPUs and GPUs, over Gloo and NCCL: workers are killed, and the end equals, bit for bit, that of a run without a loss."""
+"""Sessions on CPUs and GPUs, over Gloo and NCCL: workers are killed, and the result is bit-equal to a run without a loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainings import train, undisturbed
 pytestmark = pytest.mark.integration
 GPU = (
     pytest.mark.gpu,
-    # Not is_available(): what that asks the driver for cannot be used in a fork of this process.
+    # Not is_available(): it asks the driver for things that a fork of this process cannot use.
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 )
 

@@ -1,4 +1,4 @@
-"""A session wherever the package was imported: before the worker began, in a function's module, or in what the fork server preloads."""
+"""A session wherever the package was imported: before the worker started, in a function's module, or in a preload."""
 
 from __future__ import annotations
 

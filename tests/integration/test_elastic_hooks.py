@@ -1,4 +1,4 @@
-"""Communication hooks of DDP with a state, and averages of models: a worker is lost, and the end is that without a loss."""
+"""Communication hooks of DDP with a state, and averages of models: a worker is lost, and the result is as if none had been."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("kind", "faults"),
     [
-        # Before the compression begins, and behind it.
+        # Before the compression starts, and after.
         ("power", [[1, 2, "backward"], [5, 1, "behind"], [10, 0, "backward"]]),
         ("cold power", [[1, 0, "forward"], [8, 3, "backward"]]),
         ("post", [[2, 1, "stepped"], [5, 3, "backward"], [9, 0, "behind"]]),

@@ -1,4 +1,4 @@
-"""What modules have besides parameters is the same at the end, whoever was lost and whatever was left half-way."""
+"""What modules hold besides parameters is the same at the end, whoever was lost and whatever was left half done."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def records(store: ServedStore, *, is_new: bool = False) -> Records:
 
 
 def survivors(store: ServedStore, holds: dict[int, list[int]]) -> dict[int, Records]:
-    """All ranks have stored their records, and these know them."""
+    """Have all ranks store their records. Returns the ranks in ``holds``, each with the records that it holds."""
     all_ranks = [records(store) for _ in range(RANKS)]
     for rank, each in enumerate(all_ranks):
         each.publish(rank, [(part(rank), b"of %d" % rank)])

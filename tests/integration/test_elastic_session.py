@@ -1,4 +1,4 @@
-"""Sessions: workers are killed, and the others keep their process; the end equals that of a run that nothing happened to."""
+"""Sessions: workers are killed, and the others keep their processes; the result equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_worker_is_replaced_on_each_of_two_nodes(
 def trained_on_nodes(
     folder: Path, faults: list[tuple[int, int, str]], size: str, *, spares: int, late: int = 0
 ) -> tuple[list[int], list[str], list[dict[str, Any]]]:
-    """Three nodes with a worker each, of which the first one serves the store; spares; and some that come after the first fault."""
+    """Three nodes with a worker each, the first of which serves the store; spares; and nodes that come after the first fault."""
     (folder / "train.py").write_text(SCRIPT)
     port = free_port()
 
@@ -289,7 +289,7 @@ def trained_on_nodes(
     try:
         wait_until(lambda: listens(port), "a store")
         started += [node() for _ in range(2)]
-        # The three are in the round before others come.
+        # The three are in the round before others arrive.
         for rank in range(3):
             wait_until((folder / f"supervisor of {rank}").exists, "a worker")
         started += [node() for _ in range(spares)]
@@ -331,7 +331,7 @@ def assert_taken_over(
 def test_a_lost_node_is_replaced_by_one_that_comes_and_a_preempted_one_by_a_waiting_one(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
-    # Behind its last collective: the others complete that step.
+    # After its last collective: the others complete that step.
     faults = [(9, 1, "leave"), (20, 2, "node behind")]
     codes, said, ends = trained_on_nodes(tmp_path, faults, "3:3", spares=1, late=1)
     assert sorted(codes) == [-signal.SIGKILL, 0, 0, 0, 128 + signal.SIGTERM], said
@@ -905,7 +905,7 @@ def test_a_step_without_the_optimizers_is_refused_only_if_its_gradients_are_used
 
 
 def test_parameters_that_change_before_a_loss_are_no_state_to_go_on_from(tmp_path: Path) -> None:
-    """As a sharpness-aware optimizer changes them between its two passes. In the first step, nothing is known of that."""
+    """A sharpness-aware optimizer changes them so between its two passes. In the first step, nothing is known of that."""
     script = tmp_path / "train.py"
     script.write_text(
         """
@@ -1031,7 +1031,7 @@ def test_a_collective_outside_of_a_step_is_named(tmp_path: Path, kind: str) -> N
     )
 
 
-# Rank 0 needs nobody, so it has its result before rank 2 is lost, for which rank 1 waits.
+# Rank 0 needs nobody, so it has its result before rank 2, for which rank 1 waits, is lost.
 UNEQUAL = """
 import os, pathlib, signal, sys, time
 from rallypoint import elastic
@@ -1094,7 +1094,7 @@ def test_whoever_is_interrupted_in_a_function_gets_its_result(tmp_path: Path) ->
     assert ends == ["0.0 5 True 1", "7.0 5 True 1", "0.0 5 True 1"]
 
 
-# Gloo forgets messages that are under way when their connection ends: whoever waits for one is not woken.
+# Gloo forgets messages in flight when their connection ends: whoever waits for one is not woken.
 MID_MESSAGE = """
 import os, pathlib, signal, sys, threading, time
 from rallypoint import elastic
@@ -1485,7 +1485,7 @@ def test_random_transforms_in_worker_processes_are_the_same_after_a_loss(tmp_pat
 
 
 def test_a_loader_in_which_the_ranks_communicate_is_refused(tmp_path: Path) -> None:
-    """A process that takes a lost rank over would iterate alone, and wait for ever."""
+    """A process that takes over a lost rank would iterate alone, and wait forever."""
     script = tmp_path / "train.py"
     script.write_text(
         """

@@ -1,4 +1,4 @@
-"""Whatever a script's set-up exchanges, a process that takes a lost rank over gets what that rank got."""
+"""Whatever a script's set-up exchanges, a process that takes over a lost rank gets what that rank got."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions with sharded state: workers are killed, all ranks go back to a snapshot, and the end equals that without a loss."""
+"""Sessions with sharded state: workers are killed, all ranks go back to a snapshot, and the result is as if none had been."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_survived(
             assert end[what] == wanted[what], f"rank {rank}: {what}"
         assert end["pid"], "objects and process are those of the beginning"
         assert max(end["redone"], default=0) <= redone
-    # A process has seen the losses since it took its rank over.
+    # A process has seen the losses since it took over its rank.
     for rank, end in enumerate(ends):
         own = [number for number, fault in enumerate(faults) if fault[1] == rank]
         assert len(end["redone"]) == len(faults) - (own[-1] if own else 0)
@@ -61,7 +61,7 @@ def test_with_sharded_state_a_body_may_have_several_steps_and_functions(tmp_path
 
 
 def test_a_killed_node_costs_the_steps_since_the_last_snapshot_too(tmp_path: Path) -> None:
-    # Also behind the first step, with a worker of the partner's node lost at once, and of the node that serves the store.
+    # Also after the first step, with a worker of the partner's node lost at once, and with the node that serves the store.
     faults = [
         *((1, 2, "node forward"), (5, 1, "forward"), (6, 3, "node optimizer"), (12, 0, "forward")),
         *((13, 3, "node backward"), (16, 0, "node between")),
@@ -173,7 +173,7 @@ def checkpointed(folder: Path, workers: int, kind: str, until: int) -> list[str]
     )
     assert done.returncode == 0, done.stderr
     assert "was not written" not in done.stderr, done.stderr
-    # Four of these steps may take less time than a file. (The last one, which is loaded, is waited for.)
+    # Four of these steps may take less time than writing a file. (The last file, which is loaded, is waited for.)
     assert done.stderr.count("is skipped, and later ones may be") <= 1, done.stderr
     _, began, loaded, _, ended, bits = done.stdout.split()
     return [began, loaded, ended, bits]
@@ -222,7 +222,7 @@ def test_other_kinds_of_sharded_state_survive(tmp_path: Path, workers: int, kind
         # Back to the first step, from one in which DDP's buckets have another layout.
         ("zero", 4, [(1, 1, "backward"), (6, 0, "forward")]),
         ("zero static", 4, [(2, 1, "backward"), (3, 0, "after")]),
-        # Back to the second one, which has the first layout with a static graph.
+        # Back to the second step, which has the first layout with a static graph.
         ("zero static", 1, [(1, 1, "after"), (2, 0, "backward"), (4, 2, "backward")]),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_loop_of_ones_own_goes_back_by_its_position(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "refused: session.batches: a list_iterator can be iterated only once" in done.stdout
     assert "ended: 8 [2] " in done.stdout
-    # Both ranks train on the same data, so one process comes to the same.
+    # Both ranks train on the same data, so one process comes to the same result.
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -289,6 +289,6 @@ def test_a_loop_of_ones_own_goes_back_by_its_position(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     weights, bias = net.parameters()
-    expected = weights[:2].sum() + bias[:2].sum()  # the part of rank 0
+    expected = weights[:2].sum() + bias[:2].sum()  # rank 0's part
     total = float(done.stdout.split()[-1])
     assert total == pytest.approx(expected.item(), rel=1e-4)

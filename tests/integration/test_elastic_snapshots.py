@@ -1,4 +1,4 @@
-"""Sessions whose steps or ranks need each rank's whole state, in snapshots or as copies: the end is that without a loss."""
+"""Sessions whose steps or ranks need each rank's whole state, in snapshots or as copies: the result is as without a loss."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_whatever_a_step_does_the_end_is_that_without_a_loss(tmp_path: Path, kin
     calm = undisturbed(SCRIPT, RANKS, kind)
     ends, said = train(tmp_path / "hurt", SCRIPT, RANKS, faults, kind)
     assert ends == calm
-    # Nor is what the session communicates taken for the script's.
+    # Nor is the session's own communication taken for the script's.
     assert "after a change" not in said and "outside of a step" not in said
     if kind == "apart":
         assert calm[0][0] != calm[1][0]

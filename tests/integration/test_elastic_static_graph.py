@@ -1,4 +1,4 @@
-"""A DDP module with a static graph goes on when a process is lost, and ends as if none had been: whenever, and whichever rank."""
+"""A DDP module with a static graph goes on when a process is lost, whenever and whichever rank, and ends as if none had been."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ assert module() is None, "the session's model stays"
 @pytest.mark.parametrize(
     ("way", "faults"),
     [
-        # In the first pass, all begin anew. In the second step, and the one after it, nobody has the layout yet.
+        # In the first pass, all start again. In the second step and the one after it, nobody has the layout yet.
         ("plain", [[0, 1, "backward"], [1, 0, "forward"], [2, 1, "backward"], [6, 0, "stepped"]]),
         ("plain", [[0, 0, "behind"], [1, 2, "behind"], [2, 0, "stepped"], [4, 1, "forward"]]),
         # Two at once.

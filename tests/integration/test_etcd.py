@@ -69,7 +69,7 @@ USER, PASSWORD = "job", "pass word"
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
-    """Asks for users; tokens expire after a second without use."""
+    """A cluster that requires users; tokens expire after a second without use."""
     require_etcd()
     flags = ("--auth-token-ttl", "1", "--bcrypt-cost", "4")
     cluster = EtcdCluster(tmp_path_factory.mktemp("guarded"), flags=flags)
@@ -124,7 +124,7 @@ def test_the_leader_dies_during_waits_and_adds_and_counts_stay_exact(tmp_path: P
         adders = [first.clone() for _ in range(6)]
         waiters = [first.clone() for _ in range(3)]
         for member, waiter in enumerate(waiters):
-            waiter._client._current = member  # one watches at the leader
+            waiter._client._current = member  # one of them watches at the leader
         sums: list[int] = []
         slots: list[bytes] = []
         under_way = threading.Event()
@@ -167,7 +167,7 @@ def test_the_leader_dies_during_waits_and_adds_and_counts_stay_exact(tmp_path: P
 
         waiting = threading.Thread(target=wait_alone)
         waiting.start()
-        assert not threading.Event().wait(0.3)  # its watch stands
+        assert not threading.Event().wait(0.3)  # its watch is set up
         cluster.kill(other)
         before = time.monotonic()
         with pytest.raises(RendezvousConnectionError) as caught:
@@ -176,7 +176,7 @@ def test_the_leader_dies_during_waits_and_adds_and_counts_stay_exact(tmp_path: P
         for endpoint in cluster.endpoints:
             assert endpoint in str(caught.value)
         assert "has not answered for 1.5 s" in str(caught.value)
-        waiting.join(30)  # a member alone would let it wait until the end of the slice
+        waiting.join(30)  # a lone member would let it wait until the end of the slice
         assert ended and ended[0] - before < 10 * pace()
         for one in (first, lonely, watcher, *adders, *waiters):
             one.close()
@@ -228,7 +228,7 @@ def test_what_does_not_speak_etcd_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lossy(store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> EtcdStore:
-    """Every second transaction takes effect, but its answer does not come."""
+    """Every second transaction takes effect, but its answer is lost."""
     real = EtcdClient._post
     turn = [0]
 
@@ -331,7 +331,7 @@ def test_any_mixture_of_amounts_is_summed(single: EtcdCluster, store: EtcdStore)
         total += amount
         assert store.add("n", amount) == total
     assert store.get("n", 1.0) == b"%d" % total
-    # However often it is added to: what etcd holds for it stays small.
+    # However often it is incremented, what etcd holds for it stays small.
     keys = [key for key in single.keys("jobs/test_any_mixture") if "/n=" in key]
     assert len(keys) <= 2 * 63 + 1
     assert store.delete("n") and not store.exists("n") and store.add("n", -1) == -1
@@ -611,7 +611,7 @@ def test_a_lease_that_has_expired_is_replaced(single: EtcdCluster) -> None:
     store.add("n", 5)
     old = store._lease.number()
     single.request(single.members[0], "v3/lease/revoke", {"ID": old})
-    assert store.add("n", 1) == 1  # with it went its keys
+    assert store.add("n", 1) == 1  # its keys went with it
     assert store._lease.number() != old
     store.close()
 
@@ -683,7 +683,7 @@ def test_who_waits_for_a_key_is_woken_by_the_end_of_its_connection(
 def test_a_password_is_not_shown(single: EtcdCluster) -> None:
     store = EtcdStore(endpoints=single.endpoints, prefix="x", user="me", password="hush")
     assert "hush" not in repr(store._client.access)
-    store.set("k", b"v")  # a cluster that asks nobody takes everybody
+    store.set("k", b"v")  # a cluster without users lets everybody in
     store.close()
 
 

@@ -1,6 +1,6 @@
 """The examples do what their docstrings say, under rally as under python and torchrun.
 
-``EXAMPLES_LAUNCHER=torchrun pytest …`` puts torchrun in rally's place: it tells a fault of an
+``EXAMPLES_LAUNCHER=torchrun pytest …`` puts torchrun in rally's place, which tells a fault of an
 example from a fault of the launcher.
 """
 
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.integration
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = os.environ.get("EXAMPLES_LAUNCHER", "rally")
 
-# A later run must not draw near this: the slowest of these jobs takes 10 s on two cores.
+# No run should come near this: the slowest of these jobs takes 10 s on two cores.
 TIMEOUT = 240
 
-# As many threads everywhere, and none of the settings of a job that these tests may be part of.
+# The same number of threads everywhere, and none of the settings of a job that these tests may be part of.
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
@@ -66,7 +66,7 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT,
         check=False,
-        # What examples import, and torch when an optimizer first steps: seconds in every process.
+        # What examples import, and what torch imports when an optimizer first steps: it takes seconds in every process.
         imports=(*supervisors.TORCH, "sklearn.datasets", "sklearn.model_selection", "matplotlib"),
     )
 
@@ -230,7 +230,7 @@ def test_parallel_examples_learn_the_same_alone_and_on_several_ranks(tmp_path, e
     wanted = losses_of(tmp_path / "alone")
     assert len(wanted) == 2
     assert wanted[1] < wanted[0]
-    # Two replicas of two parts: every axis is of use.
+    # Two replicas of two parts: every axis is used.
     launch = command(LAUNCHER, "--nproc-per-node", "4")
     succeed(*launch, *options, "four", flag, "2", cwd=tmp_path)
     assert losses_of(tmp_path / "four") == pytest.approx(wanted, rel=1e-9)

@@ -25,7 +25,7 @@ from stub_torch import STUB
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 RALLY = (sys.executable, "-m", "rallypoint", "run")
-# How often a race is run; REPORT_REPEATS=10 and more while working on it.
+# How often a race is run; set REPORT_REPEATS to 10 or more while working on it.
 REPEATS = int(os.environ.get("REPORT_REPEATS", "1"))
 
 FIELDS = {
@@ -259,7 +259,7 @@ WAYS = {
 }
 
 
-# What differs in a fork is exceptions, exit codes and faults.
+# In a fork, exceptions, exit codes and faults are different.
 IN_A_FORK = ("raise", "raise a frozen error", "sys.exit(text)", "segfault", "abort")
 
 
@@ -370,7 +370,7 @@ def test_stderr_has_only_the_last_lines_without_progress_bars(tmp_path):
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
 def test_one_raises_and_the_others_lose_their_peer(tmp_path, repeat):
-    """The culprit takes its time to end; its peers are dead before it."""
+    """The culprit takes its time to exit; its peers are dead before it."""
     failure = """
 import atexit
 if rank == 2:
@@ -426,7 +426,7 @@ if rank == 1:
 
 
 def test_a_culprit_that_cleans_up_first_is_named(tmp_path):
-    """Its peers see their connections close long before it comes to its end."""
+    """Its peers see their connections close long before it exits."""
     result = run(tmp_path, TOGETHER, failure=CLEANS_UP.format(seconds=2), workers=3)
     assert result.root["rank"] == 1, result.summary
     assert result.root["headline"] == "raised KeyError"
@@ -528,7 +528,7 @@ except Exception:
     assert "│ ValueError: expected 3 channels" in result.summary
 
 
-# Both exit once the handler is left: the SystemExit tells nothing of the error.
+# Both exit after the handler: the SystemExit says nothing of the error.
 EXITS_LATER = {
     "print_exc": """
     import traceback
@@ -669,7 +669,7 @@ def test_the_oom_killer_is_named(tmp_path, small_cgroup):
 
 @pytest.mark.parametrize("question", ["ASK_SIGNAL", "STACK_SIGNAL"])
 def test_nobody_but_a_worker_that_runs_its_script_is_asked_what_it_does(tmp_path, question):
-    """The question is a signal that ends a process without a handler. A fork has those of the fork server at first."""
+    """The question is a signal that ends a process without a handler. At first, a fork has the fork server's handlers."""
     script = f"""
 import os
 from rallypoint._core import process

@@ -29,9 +29,9 @@ from rallypoint.rendezvous.store import ComparingStore
 
 pytestmark = pytest.mark.integration
 
-# More than this many changes have been compacted for sure.
+# After this many changes, there has certainly been a compaction.
 MANY = 2 * COMPACT_EVERY + KEPT
-# Linux capabilities (linux/capability.h) that make root stand above permissions.
+# Linux capabilities (linux/capability.h) that put root above permissions.
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 
 
@@ -54,7 +54,7 @@ def temporaries_in(folder: Path) -> list[str]:
 
 
 class Meddled:
-    """The module ``os``, but for some calls."""
+    """The module ``os``, with some calls replaced."""
 
     def __init__(self, **calls) -> None:
         self.__dict__.update(calls)
@@ -64,7 +64,7 @@ class Meddled:
 
 
 def once(meanwhile: Callable[[], object]) -> Callable[[], None]:
-    """``meanwhile`` at the first call, and nothing within it or later."""
+    """Calls ``meanwhile`` the first time, and does nothing during that call or later."""
     left = [meanwhile]
 
     def call() -> None:
@@ -87,7 +87,7 @@ store.get("go", 60.0)
 
 
 def run_together(folder: Path, shared: bool, num_processes: int, body: str) -> list[list[str]]:
-    """What so many processes print that run ``body`` at the same time."""
+    """What this many processes print when they run ``body`` at the same time."""
     store = FileStore(folder, shared=shared)
     processes = [
         subprocess.Popen(
@@ -200,20 +200,20 @@ def test_large_values_do_not_pile_up(folder):
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 150_000
 
 
-# -- who comes too late -------------------------------------------------------------------------------
+# -- latecomers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["open", "listdir", "link"])
 def test_writer_that_slept_while_its_number_was_compacted_starts_again(
     monkeypatch, folder, shared, call: str
 ):
-    """Asleep before any of the steps of its change."""
+    """It sleeps before one of the steps of its change."""
     store = FileStore(folder, shared=shared)
     store.add("n", 1)
     others = once(lambda: [store.add("n", 1) for _ in range(MANY)])
 
     def delayed(*args, **kwargs):
-        if call != "open" or kwargs:  # of an entry, not of a folder
+        if call != "open" or kwargs:  # an entry is opened, not a folder
             others()
         return getattr(os, call)(*args, **kwargs)
 
@@ -254,7 +254,7 @@ def test_writer_cannot_link_while_another_compacts(monkeypatch, folder):
 
 
 def test_writer_that_begins_while_another_compacts_sees_what_that_has_seen(monkeypatch, folder):
-    """Its temporary file comes between the removal of those and of the entries."""
+    """Its temporary file appears after temporary files are removed and before entries are."""
     store = FileStore(folder)
     store.add("n", 1)
     purged, read, compacted = threading.Event(), threading.Event(), threading.Event()
@@ -338,7 +338,7 @@ def test_reader_whose_entry_was_compacted_before_it_opened_it_looks_again(
 
 
 def test_reader_that_sees_no_entry_of_a_living_key_looks_again(monkeypatch, folder):
-    """A listing is not atomic: it may miss what came late and what went early."""
+    """A listing is not atomic: it may miss what appeared late and what vanished early."""
     store = FileStore(folder)
     store.set("k", b"1")
     empty = [True]
@@ -351,7 +351,7 @@ def test_reader_that_sees_no_entry_of_a_living_key_looks_again(monkeypatch, fold
 
 
 def test_half_deleted_key_is_none_and_can_be_set_again(folder, shared):
-    """As a node leaves it that is killed after the last entry went."""
+    """As left by a node that is killed after it has removed the last entry."""
     store = FileStore(folder, shared=shared)
     store.set("k", b"1")
     for path in (folder / "rally-key.k").iterdir():
@@ -396,7 +396,7 @@ def test_rename_whose_answer_was_lost_counts_once(monkeypatch, folder, shared, c
 
 
 def failing(times: int, code: int) -> Callable[..., int]:
-    """``os.open`` that fails for an entry so many times."""
+    """An ``os.open`` that fails for an entry this many times."""
     left = [None] * times
 
     def call(path, *args, **kwargs) -> int:
@@ -426,7 +426,7 @@ def test_stale_handle_is_tried_again(monkeypatch, folder):
         (
             errno.ETIMEDOUT,
             "timed out",
-        ),  # as of a mount with the option soft; no TimeoutError of get()
+        ),  # as from a soft mount; not a TimeoutError of get()
     ],
 )
 def test_broken_mount_is_one_line_that_names_folder_and_operation(
@@ -461,7 +461,7 @@ def test_entry_that_lost_its_end_is_an_error(folder):
 
 
 class RemembersForEver:
-    """``os`` on an NFS client that gives up nothing it knows of a folder until it changes it itself."""
+    """``os`` on an NFS client that forgets nothing it knows of a folder until it changes the folder itself."""
 
     def __init__(self) -> None:
         self.listings: dict[int, list[str]] = {}
@@ -522,7 +522,7 @@ def test_client_that_remembers_listings_and_missing_names_sees_changes_at_once(
     assert here(lambda: store.get_many(["k", "later"])) == [b"1", None]
     other.set("later", b"2")
     assert here(lambda: store.get_many(["k", "later"])) == [b"1", b"2"]
-    for i in range(MANY):  # a heartbeat, over compactions
+    for i in range(MANY):  # a heartbeat, across compactions
         assert other.add("beat", 1) == 2 * i + 1
         assert here(lambda: store.get("beat", 0.0)) == b"%d" % (2 * i + 1)
         assert other.add("beat", 1) == 2 * i + 2
@@ -685,7 +685,7 @@ def test_process_killed_while_it_writes_leaves_a_whole_store(folder):
             time.sleep(random.uniform(0, 0.04))
             process.send_signal(signal.SIGKILL)
             told = [int(line) for line in [first, *process.stdout] if line.endswith("\n")]
-        assert told[0] in (before + 1, before + 2)  # the second where the kill met an answer
+        assert told[0] in (before + 1, before + 2)  # the second if the kill hit an answer
         held = int(store.get("n", 1.0))
         assert held in (told[-1], told[-1] + 1)
         before = told[-1]
@@ -824,7 +824,7 @@ def test_folder_of_another_user_is_refused(folder):
 
 def test_folder_that_may_not_be_written_to_is_refused(tmp_path):
     def without_privileges() -> None:
-        """In the child: permissions hold for root too."""
+        """In the child, make permissions hold for root too."""
         libc = ctypes.CDLL(None, use_errno=True)
         for capability in (DAC_OVERRIDE, DAC_READ_SEARCH):
             assert libc.prctl(24, capability, 0, 0, 0) == 0, "PR_CAPBSET_DROP"

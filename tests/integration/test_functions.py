@@ -46,17 +46,17 @@ from rallypoint.parallel import current_mesh
 pytestmark = pytest.mark.integration
 
 TWO = MultiprocessConfig(world_size=2, backend="gloo")
-# Forks of this process, which has torch already: where the way workers come to be does not matter.
+# Forks of this process, which has torch already, for when it does not matter how workers are launched.
 FORKS = MultiprocessConfig(world_size=2, backend="gloo", launch_method="fork")
 # What a forked process finds imported; the same as a forked fork server's, so that they share a zygote.
 IMPORTS = supervisors.TORCH[:2]
-# What the issue allows for bad input, from the call to its error.
+# Seconds allowed for bad input, from the call to its error.
 SOON = 5.0
 
 
 @pytest.fixture(autouse=True)
 def outside_of_any_job(monkeypatch, tmp_path_factory):
-    # Where the folders of failed launches go, which are kept.
+    # Where the folders of failed launches go; they are kept.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("logs")))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -69,14 +69,14 @@ def fork_servers():
 
 @pytest.fixture(autouse=True)
 def fork_servers_are_forks(request, monkeypatch, fork_servers):
-    """A launch does not wait for torch to be imported. One test has all three methods as they are."""
+    """A launch does not wait for the import of torch. One test uses all three methods as they are."""
     if request.function is not test_every_method_returns_results_by_rank:
         monkeypatch.setattr("rallypoint.launch.server.server_process.subprocess", fork_servers)
 
 
 @pytest.fixture
 def nothing_left():
-    """Descriptors, threads, children and variables are after the test what they were before."""
+    """Descriptors, threads, children and variables are the same after the test as before."""
 
     def descriptors():
         found = []
@@ -140,7 +140,7 @@ def test_every_method_returns_results_by_rank(method, nothing_left):
         assert os.getpid() != here
         return total(dist.get_rank() + 1), a, b, around["key"], [os.environ[n] for n in names]
 
-    size = 2 if method == "spawn" else 3  # each worker imports torch by itself there
+    size = 2 if method == "spawn" else 3  # there each worker imports torch on its own
     cfg = MultiprocessConfig(world_size=size, backend="gloo", launch_method=method)
     results = launch_subprocesses(work, cfg, "a", b="b")
     assert results == [
@@ -292,7 +292,7 @@ def test_two_launches_in_two_threads_form_one_job(nothing_left):
 
     threads = [threading.Thread(target=launch, args=(offset,)) for offset in (2, 0)]
     threads[0].start()
-    time.sleep(0.5)  # it knocks at a store that is not there yet
+    time.sleep(0.5)  # it knocks at a store that does not exist yet
     threads[1].start()
     for thread in threads:
         thread.join()
@@ -399,7 +399,7 @@ def test_inline_keeps_a_group_that_is_there():
 
 def test_init_dist_completes_the_config_and_needs_a_port_for_more_than_one(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "")  # set by init_dist, and so put back afterwards
+        monkeypatch.setenv(name, "")  # init_dist sets it; this puts it back afterwards
     cfg = init_dist(MultiprocessConfig(world_size=1, backend="gloo"))
     try:
         assert (cfg.rank, cfg.local_rank, cfg.backend, cfg.master_port) == (0, 0, "gloo", None)
@@ -422,7 +422,7 @@ def test_init_dist_completes_the_config_and_needs_a_port_for_more_than_one(monke
 )
 def test_init_dist_takes_the_first_fields_of_a_config_too(monkeypatch, args, kwargs):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "")  # set by init_dist, and so put back afterwards
+        monkeypatch.setenv(name, "")  # init_dist sets it; this puts it back afterwards
     cfg = init_dist(*args, **kwargs)
     try:
         assert (cfg.rank, cfg.local_rank, cfg.world_size, cfg.backend) == (0, 0, 1, "gloo")
@@ -463,7 +463,7 @@ def test_setup_in_the_third_place_is_named(world_size):
         with pytest.raises(ConfigError, match=r"go to .*takes_one.*write setup=") as caught:
             launch_subprocesses(takes_one, cfg, *args)
         assert caught.value.field == "setup"
-    # A function may well be what the function wants.
+    # A function may be just what the function wants.
     one = MultiprocessConfig(world_size=1, backend="gloo")
     assert launch_subprocesses(takes_one, one, os.getpid) == [os.getpid]
     assert launch_subprocesses(lambda *args: len(args), one, os.getpid, 0, 1.0) == [3]

@@ -1,4 +1,4 @@
-"""Which of Gloo's works can be waited for in slices: a session gives them up when a member is lost, if Gloo does not notice."""
+"""Which Gloo ``Work`` objects can be waited for in slices: a session gives them up if Gloo does not notice a lost member."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_all_but_a_reduce_scatter_end_their_wait_in_time(tmp_path: Path) -> None
         assert two[0].stdout is not None
         took = json.loads(two[0].stdout.readline())
     assert all(took[name] < 0.1 + 0.5 * pace() for name in names), took
-    # Were this in time, too, a session would leave it as it is (reduce_scatter.py).
+    # If this were in time too, a session would leave it as it is (reduce_scatter.py).
     assert took["reduce_scatter_single"] > 1.0, took

@@ -39,7 +39,7 @@ child = subprocess.Popen(["sleep", "1000"])
 pathlib.Path("started-" + os.environ["RANK"]).touch()
 threading.Event().wait()
 """
-# A module that is on the first host alone: not in the folder of the job.
+# A module that only the first host has: it is not in the job's folder.
 HELP = """
 class Box:
     def __init__(self, what):
@@ -98,7 +98,7 @@ class Site:
         for name in ("key", "host_key"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(words, check=True, stdin=subprocess.DEVNULL, timeout=60)
-        # A line of sshd's configuration sets the mark in the environment of all that it starts.
+        # A line of sshd's configuration sets the mark in the environment of everything it starts.
         (folder / "sshd_config").write_text(
             f"Port {PORT}\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/key.pub\n"
             f"StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
@@ -122,7 +122,7 @@ class Site:
 
     @property
     def options(self) -> str:
-        """For ssh."""
+        """Options for ssh."""
         return (
             f"-F none -p {PORT} -i {self.key} -o StrictHostKeyChecking=no"
             " -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
@@ -161,7 +161,7 @@ class Site:
             wait_until((self.folder / f"started-{rank}").exists, f"rank {rank} has started")
 
     def left(self) -> list[str]:
-        """The command lines of what runs anywhere for the job, but for servers and the command itself."""
+        """The command lines of everything that runs for the job anywhere, except servers and the command itself."""
         mine = {os.getpid(), *(each.pid for each in (*self.servers, *self.begun))}
         found = process.marked_processes(f"RALLY_SITE={self.mark}".encode(), mine)
         return [_command_of(pid) for pid in found]
@@ -204,7 +204,7 @@ def test_a_supervisor_on_each_host_with_its_number_of_workers(site: Site) -> Non
     )
     out, err = begun.communicate(timeout=180)
     assert begun.returncode == 0, err
-    # The first host's own process has all variables, being here.
+    # The first host's process is local, so it has all variables.
     there = f"{site.folder} a b'c yes None"
     second, third = site.hosts.addr(1), site.hosts.addr(2)
     assert sorted(out.splitlines()) == [
@@ -262,7 +262,7 @@ def test_a_host_that_could_not_be_reached_twice_is_left_out(site: Site) -> None:
 
 
 def test_a_connection_that_a_busy_sshd_drops_is_begun_again(site: Site) -> None:
-    """A bastion lets few connections log in at a time; all hosts behind it are reached at once."""
+    """A bastion lets few connections log in at a time, but all hosts behind it are dialed at once."""
     config = site.folder / "busy_config"
     config.write_text((site.folder / "sshd_config").read_text().replace(f"{PORT}", "2223"))
     command = [*site.hosts.prefix(1), str(SSHD), "-D", "-e", "-f", str(config)]

@@ -21,12 +21,12 @@ from supervisors import RALLY
 
 pytestmark = pytest.mark.integration
 
-# 104 KB: what does not fit into the pipe to the test, and into the hand of who reads from the host, fits into the pipe from
-# there, so that the host's part ends.
+# 104 KB: what neither the pipe to the test nor the reader of the host's output can hold fits into the pipe from the host, so
+# that the host's part can end.
 PRINTS = "import sys\nfor i in range(1100):\n    print(i, 'x' * 90)\nsys.exit(int(sys.argv[1]))\n"
 FAILS = "import sys\nfor i in range(1100):\n    print(i, 'x' * 90)\nraise ValueError('no luck')\n"
 
-# It saves for longer than a host that is hung up would let it.
+# It saves for longer than a host would allow it after a hang-up.
 SAVES = """
 import os, signal, time
 def save(*_):
@@ -38,7 +38,7 @@ print("ready", flush=True)
 while True:
     time.sleep(0.1)
 """
-# A second stands for the half minute that hosts have beside --shutdown-timeout.
+# One second instead of the half minute that hosts have on top of --shutdown-timeout.
 IN_A_SECOND = """
 import sys
 from rallypoint.launch.hosts import launcher
@@ -103,7 +103,7 @@ def test_workers_of_a_host_may_save_when_another_host_is_lost(tmp_path: Path) ->
 
 
 def _let_it_stand(begun: subprocess.Popen[bytes]) -> None:
-    """Until its host's part has ended, and for the time after which that was taken for lost."""
+    """Wait until the host's part has ended, and then for the time after which it used to be taken for lost."""
     wait_until(lambda: process.descendants(begun.pid), "the host's part has started", 60)
     wait_until(lambda: not process.descendants(begun.pid), "the host's part has ended", 60)
     time.sleep(6.0)
@@ -118,7 +118,7 @@ def _start(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> subproce
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        process_group=0,  # as of a shell with job control: only then Ctrl-Z stops anything
+        process_group=0,  # as under a shell with job control: otherwise Ctrl-Z stops nothing
     )
 
 

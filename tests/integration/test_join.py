@@ -128,7 +128,7 @@ class _Sum(torch.autograd.Function):
 
 
 class CpuSyncBatchNorm(nn.BatchNorm1d):
-    """torch's own runs on accelerators only: the same arithmetic, with sums over the ranks."""
+    """torch's own runs on accelerators only. This has the same arithmetic, with sums over the ranks."""
 
     exchanges_statistics = True
 
@@ -171,7 +171,7 @@ def alone(
     epochs: int = 2,
     flush: bool = True,
 ) -> torch.Tensor:
-    """One process: in each step what all ranks have, weighted by the definition."""
+    """One process that has, in each step, what all ranks have, weighted by the definition."""
     model = model_of(kind)
     optimizer = optimizer_of(model)
     world_size, total = len(sizes), max(map(len, sizes))
@@ -217,7 +217,7 @@ def train(
     zero: bool = False,
     optimizer_first: bool = False,
 ) -> torch.Tensor:
-    """Two epochs under Join in one of its modes; the parameters."""
+    """Train two epochs under Join in one of its modes. Returns the parameters."""
     rank = dist.get_rank()
     model = DistributedDataParallel(model_of(kind), **(ddp_options or {}))
     if compress:
@@ -258,7 +258,7 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
         if accumulation > 1 and mode in ("planned", "classic"):
-            optimizer.zero_grad()  # what is left of the last steps; nowhere else may anything be left
+            optimizer.zero_grad()  # left over from the last steps; otherwise nothing may be left
     return flat(model.module)
 
 
@@ -287,7 +287,7 @@ WEIGHTINGS = ("samples", "ranks", "initial")
 def test_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
     sizes = sizes_of(ranks.world_size, kind)
     cases = [(weighting, mode) for weighting in WEIGHTINGS for mode in MODES]
-    if ranks.world_size > 2:  # two ranks have had every pair: here each mode, and each weighting
+    if ranks.world_size > 2:  # two ranks cover every pair: here each mode and each weighting
         cases = [(WEIGHTINGS[(KINDS.index(kind) + i) % 3], mode) for i, mode in enumerate(MODES)]
     expected = {weighting: alone(sizes, weighting) for weighting in WEIGHTINGS}
     found = zip(*ranks.run(every(cases), sizes), strict=True)
@@ -303,7 +303,7 @@ def test_classic_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
     sizes = sizes_of(ranks.world_size, kind)
     for weighting in ("ranks", "initial"):
         assert_all_equal(ranks.run(train, sizes, weighting, "classic"), alone(sizes, weighting))
-    if kind == "even":  # whoever comes first in the list: the DDP tells the others
+    if kind == "even":  # whichever is first in the list, the DDP tells the others
         ranks.run(optimizer_first, sizes_of(ranks.world_size, KINDS[1]), "ranks", "classic")
 
 
@@ -327,7 +327,7 @@ def test_accumulated_gradients_of_a_rank_that_runs_out_are_not_lost(
 
     sizes = sizes_of(3, kind)
     for mode in MODES:
-        # A loop of the user's cannot know which step is the last of all.
+        # A user's own loop cannot know which step is the very last.
         expected = alone(sizes, "samples", accumulation=2, flush=mode != "planned")
         assert_all_equal(three.run(case, sizes, "samples", mode), expected)
 
@@ -349,7 +349,7 @@ def test_options_of_ddp(three: Ranks, option: str, kind: str) -> None:
         return train(*args, model, ddp_options=options)
 
     sizes = sizes_of(3, kind)
-    # A static graph is learnt in a rank's own first backward.
+    # A rank learns a static graph in its own first backward pass.
     needs_replay = option == "static graph" and [] in sizes
     for mode in ["replay", "windows"] if needs_replay else ["classic", *MODES]:
         weighting = "ranks" if mode == "classic" else "samples"
@@ -531,13 +531,13 @@ def test_buffers_come_from_a_rank_that_had_inputs(three: Ranks, kind: str) -> No
     for mode, found in results.items():
         for rank, buffers in enumerate(found):
             if kind == "even" and rank != 2:
-                continue  # each its own, until the next forward
+                continue  # each rank has its own until the next forward pass
             for mine, theirs in zip(buffers, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, msg=f"{mode}: rank {rank}")
 
 
 def buffers_of_one_process(sizes: list[list[int]]) -> list[torch.Tensor]:
-    """Before each step everybody takes the buffers of the highest rank that has inputs."""
+    """Before each step, every rank takes the buffers of the highest rank that has inputs."""
     models = [model_of("batch norm") for _ in sizes]
     every = [batches_of(sizes, rank, 0) for rank in range(len(sizes))]
     source = len(sizes) - 1
@@ -553,7 +553,7 @@ def buffers_of_one_process(sizes: list[list[int]]) -> list[torch.Tensor]:
 
 def test_a_model_with_collectives_of_its_own(three: Ranks) -> None:
     class Mean(nn.Module):
-        """Adds the mean of all ranks' hidden layers, and averages its gradients by itself."""
+        """Adds the mean of all ranks' hidden layers, and averages its gradients itself."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -725,7 +725,7 @@ def configurations(draw: st.DrawFn) -> tuple[list[list[int]], str, str, str, int
     if mode not in ("replay", "windows") and options == {"static_graph": True}:
         options = {}
     if accumulation > 1 and options == {"static_graph": True}:
-        options = {}  # not with no_sync(), says torch
+        options = {}  # torch refuses it with no_sync()
     return sizes, joined, mode, weighting, accumulation, options
 
 
@@ -769,7 +769,7 @@ def test_two_hundred_random_configurations(found: Any) -> None:
 
 
 class Adder(JoinHook):
-    """All-reduces a number in each step; who has run out adds ``offset`` instead."""
+    """All-reduces a number in each step; a rank that has run out adds ``offset`` instead."""
 
     def __init__(self, joinable: Any, offset: float, last: bool) -> None:
         self.joinable, self.offset, self.last = joinable, offset, last
@@ -845,7 +845,7 @@ def test_classes_written_for_either_join(
             sum(1.0 if step < n else 0.25 for n in lengths) for step in range(max(lengths))
         )
         if mode == "planned" and len(set(lengths)) == 1:
-            continue  # nobody has run out before the others: there is nothing to put right
+            continue  # no rank has run out before the others: there is nothing to correct
         for totals, finals, seen in three.run(case, lengths):
             longest = [rank for rank in range(3) if lengths[rank] == max(lengths)]
             assert finals == [expected] * how_many, longest
@@ -884,7 +884,7 @@ def test_all_ranks_end_when_the_first_has_run_out(three: Ranks, mode: str) -> No
 
 
 def collectives() -> int:
-    """How many there have been in this process's group."""
+    """How many collectives there have been in this process's group."""
     group: Any = dist.group.WORLD
     return int(group._get_sequence_number_for_group())
 
@@ -910,7 +910,7 @@ def test_a_planned_join_needs_no_collective_of_its_own(pairs: Ranks) -> None:
             with Join([model, optimizer], weighting="samples", **options) as join:
                 loop = iter(data if mode == "planned" else join.batches(data))
                 batch = next(loop)
-                before = collectives()  # entry is over
+                before = collectives()  # the block has been entered
                 while batch is not None:
                     loss_of(model, batch).backward()
                     batch = next(loop, None)
@@ -927,7 +927,7 @@ def test_a_planned_join_needs_no_collective_of_its_own(pairs: Ranks) -> None:
             assert counted == 4 * plain, mode
             assert after == plain
         for counted, after, plain in pairs.run(case, mode, [4, 2]):
-            assert counted in (4 * plain, 2 * plain)  # who has run out shadows on leaving
+            assert counted in (4 * plain, 2 * plain)  # a rank that has run out shadows as it leaves
             assert after == plain
 
 
@@ -958,7 +958,7 @@ def test_after_a_classic_join_everything_is_as_before(pairs: Ranks) -> None:
         before = collectives()
         loss_of(model, batch).backward()
         assert collectives() - before == plain
-        # The number of ranks that had inputs last must not divide what comes now.
+        # What comes now must not be divided by the number of ranks that last had inputs.
         torch.testing.assert_close(flat_gradients(model), expected)
 
     pairs.run(case)
@@ -1286,7 +1286,7 @@ def test_structures_that_differ_or_cannot_be_sent_are_an_error_on_every_rank(pai
             with pytest.raises(JoinError) as caught:
                 gather_samples(others if rank else mine)
             found.append(str(caught.value))
-        # What all ranks have needs not be sent.
+        # What all ranks have need not be sent.
         for same in (Pair(a, b), {("a", 1): a}, defaultdict(lambda: 0, {"a": a})):
             assert all(len(each) == 2 for each in tree_leaves(gather_samples(same)))
         return found
@@ -1333,7 +1333,7 @@ def test_a_failed_case_names_its_rank(pairs: Ranks) -> None:
 def test_models_may_be_listed_in_another_order_than_they_run(
     three: Ranks, sizes: list[int]
 ) -> None:
-    """A step begins with the one that runs first, wherever it stands in the list."""
+    """A step starts with the model that runs first, wherever it is in the list."""
 
     def case(names: str) -> tuple[torch.Tensor, float]:
         rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""What a rank that ran out keeps of the steps that it only matched: whatever the order of a loop's statements."""
+"""What a rank that ran out keeps of the steps that it only matched, whatever the order of a loop's statements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rallypoint.testing import Ranks
 pytestmark = pytest.mark.integration
 
 FEATURES, OUTPUTS = 4, 2
-# Steps of each rank in each epoch: everybody runs out first once, and one has no inputs at all once.
+# Steps of each rank in each epoch: every rank runs out first once, and once a rank has no inputs at all.
 EPOCHS = [[2, 5, 3], [3, 1, 4], [4, 2, 0]]
 
 CLASSIC, PLANNED = "classic", "planned"
@@ -86,7 +86,7 @@ def parameters_of(models: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def stand(models: list[nn.Module], standing: bool) -> None:
-    """A gradient that somebody has left there before the block."""
+    """Leave gradients there, as from before the block."""
     if standing:
         for p in parameters_of(models):
             p.grad = torch.full_like(p, 0.25)
@@ -210,7 +210,7 @@ def test_so_it_is_with_two_models_a_sharded_optimizer_and_gradients_from_before(
 ) -> None:
     def case() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        # Each order has both kinds of optimizers, and so has each mode: no need for every pair of them.
+        # Each order and each mode gets both kinds of optimizer, so there is no need for every pair of them.
         for turn, mode in enumerate((PLANNED, "replay", "hooks in windows"), ORDERS.index(order)):
             zero = turn % 2 == 0
             found[f"{mode}, zero" if zero else mode] = train(
@@ -307,7 +307,7 @@ def test_parameters_may_be_frozen_after_ddp_was_made(three: Ranks) -> None:
             torch.testing.assert_close(each, snapshot([model])[0], rtol=1e-10, atol=1e-12)
 
 
-# Steps of each rank in each epoch: what is left of an accumulation meets an epoch in which other ranks have no inputs.
+# Steps of each rank in each epoch: the rest of an accumulation falls into an epoch in which other ranks have no inputs.
 LEFT = [
     [1, 1, 1],
     [0, 1, 0],

@@ -122,10 +122,10 @@ def test_leaving_on_all_ranks_ends_the_loop_there(three: Ranks, mode: str) -> No
             train(mode, [8, 10, 9], dict.fromkeys(range(3), 3), "begin"),
             train(mode, [8, 8, 8], dict.fromkeys(range(3), 1), "begin"),
             train(mode, [8, 10, 9], dict.fromkeys(range(3), 3), "behind forward"),
-            # One has run out before; where its loop goes on, it leaves with the others.
+            # One rank has run out before; if its loop goes on, it leaves with the others.
             train(mode, [2, 8, 6], dict.fromkeys(range(3), 5)),
             train(mode, [2, 8, 0], dict.fromkeys(range(3), 4), "begin"),
-            # They leave behind the last step: nobody has left early.
+            # They leave after the last step, so nobody leaves early.
             train(mode, [2, 4, 4], dict.fromkeys(range(3), 4)),
         ]
 
@@ -152,7 +152,7 @@ def test_leaving_on_one_rank_alone_is_an_error_that_names_it(
         return [
             train(mode, [8, 10, 9], {1: 3}, place)[3],
             train(mode, [8, 10, 9], {0: 2, 1: 4, 2: 4}, place)[3],
-            # It has run out, and does not wait for the others.
+            # It has run out and does not wait for the others.
             train(mode, [2, 6, 6], {0: 3}, place)[3] if "hooks" not in mode else "",
             train(mode, [6, 6, 6], {2: 4}, place)[3],
         ]
@@ -207,7 +207,7 @@ def test_leaving_where_hooks_cannot_match_what_the_others_do() -> None:
             text = f"{type(error).__name__} {error}"
         return done, text
 
-    # As long as a collective of this group may take, a rank that left waits for the others.
+    # A rank that left waits for the others as long as a collective of this group may take.
     with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
         assert ranks.run(case, {}) == [(6, "")] * 2
         assert ranks.run(case, {0: 3, 1: 3}) == [(3, "")] * 2
@@ -227,15 +227,15 @@ def test_an_error_on_one_rank_alone_ends_the_others_when_it_ends(mode: str) -> N
         rank = dist.get_rank()
         _, _, _, text = train(mode, [4, 6, 5], {1: 2}, error=rank == 1)
         if text.startswith("KeyError"):
-            os._exit(1)  # as an error that nobody catches ends a process
+            os._exit(1)  # as an uncaught error ends a process
         return text
 
     with contextlib.closing(Ranks(3)) as ranks:
         found = ranks.outcomes(case)
     assert found[1] == (False, "its process has ended")
     for ok, text in (found[0], found[2]):
-        # torch's own error, from the connection that closed. In a ring, a rank may have sent all that the dead one needs, and
-        # wait for the other one, which has failed by then, and whose process goes on here: then its time runs out.
+        # torch's own error, from the closed connection. In a ring, a rank may have sent all that the dead one needs and wait for
+        # the other one, which has failed by then but whose process goes on here: then its time runs out.
         assert not ok, text
         said = ("Connection closed by peer", "Connection reset", "Timed out waiting")
         assert any(each in text for each in said), text

@@ -1,4 +1,4 @@
-"""Parameters whose gradients DDP handles in a way of their own: sparse and complex ones."""
+"""Parameters whose gradients DDP handles specially: sparse and complex ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         word = (x[:, 0].abs() * 3).long().clamp(max=WORDS - 1)
-        # The words come first: the other way round, torch's own DDP divides the rest's gradients by the ranks twice.
+        # The words come first: the other way round, torch's own DDP divides the rest's gradients by the number of ranks twice.
         found: torch.Tensor = self.words(word) + self.rest(x)
         return found
 

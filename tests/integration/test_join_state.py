@@ -1,4 +1,4 @@
-"""What a rank that only matched steps holds at the end, when the others changed gradients or skipped steps in them."""
+"""What a rank that only matched steps holds at the end, when the others changed gradients or skipped optimizer steps in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rallypoint.testing import Ranks
 pytestmark = pytest.mark.integration
 
 FEATURES, OUTPUTS = 4, 2
-# Steps of each rank in each epoch: everybody runs out first once, and one has no inputs at all once.
+# Steps of each rank in each epoch: every rank runs out first once, and once a rank has no inputs at all.
 EPOCHS = [[0, 5, 3], [3, 1, 4], [4, 2, 1]]
 ACCUMULATION = 2
 # The step of the second epoch in which some rank's gradients are infinite.
@@ -64,7 +64,7 @@ def model_of() -> nn.Module:
 
 
 class Loop:
-    """What follows a backward pass, in one process as on each rank."""
+    """What follows a backward pass, in one process and on each rank alike."""
 
     def __init__(self, kind: str, model: nn.Module, zero: bool = False) -> None:
         self.kind, self.parameters, self.steps = kind, list(model.parameters()), 0
@@ -118,7 +118,7 @@ class Loop:
             self.scaler.update()
         self.steps += 1
         if self.kind == "plateau":
-            self.scheduler.step(1.0 + self.steps % 3)  # whatever was measured
+            self.scheduler.step(1.0 + self.steps % 3)  # any measurement will do
         elif self.scheduler is not None and self.kind != "every epoch":
             self.scheduler.step()
         if self.kind != "zero_grad first":
@@ -177,7 +177,7 @@ def alone(kind: str, flush: bool) -> list[torch.Tensor]:
 
 
 def train(mode: str, kind: str, zero: bool = False) -> tuple[list[torch.Tensor], list[int]]:
-    """Parameters after each epoch, and what tells whether ranks hold the same."""
+    """Parameters after each epoch, and digests that tell whether ranks hold the same state."""
     model = DistributedDataParallel(model_of())
     loop, found, digests = Loop(kind, model.module, zero), [], []
     accumulation = ACCUMULATION if "accumulate" in kind else 1

@@ -1,4 +1,4 @@
-"""A rank's weight reaches all of its gradients, whatever a model returns and a loss does with it."""
+"""A rank's weight reaches all of its gradients, whatever a model returns and whatever a loss does with it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def value_in(output: Any) -> torch.Tensor:
 
 def loss_of(model: Any, batch: Batch, how: str = "plain") -> torch.Tensor:
     x, y = batch
-    if how == "forces":  # the gradient by the inputs is part of the loss
+    if how == "forces":  # the gradient with respect to the inputs is part of the loss
         x = x.clone().requires_grad_()
         energy = model(x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
@@ -171,7 +171,7 @@ def test_a_loss_with_gradients_in_it_runs_back_twice_and_exchanges_once(mode: st
                 optimizer.step()
         return flat(model)
 
-    # Of their own: the ranks used to wait for each other, or to end.
+    # Ranks for this test alone: they used to wait for each other, or to exit.
     with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
         for found in ranks.run(case):
             torch.testing.assert_close(found, alone(every, how="forces"), rtol=1e-10, atol=1e-12)
@@ -310,7 +310,7 @@ class Tasks(nn.Module):
 
 
 def test_a_replayed_batch_uses_no_parameters(pairs: Ranks) -> None:
-    # Both ranks begin with task 1. Rank 0 has no more; all that follows is task 0.
+    # Both ranks start with task 1. Rank 0 has no more batches; all that follows is task 0.
     lengths = [1, 6]
     every = [
         [(*batch, int(step == 0)) for step, batch in enumerate(batches_of([3] * n, seed))]
@@ -320,7 +320,7 @@ def test_a_replayed_batch_uses_no_parameters(pairs: Ranks) -> None:
     def made() -> tuple[Tasks, torch.optim.Optimizer]:
         torch.manual_seed(5)
         model = Tasks().double()
-        # Both would move a parameter whose gradient is zero.
+        # Momentum and weight decay would both move a parameter whose gradient is zero.
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
     def case() -> list[torch.Tensor]:
@@ -351,7 +351,7 @@ def test_a_replayed_batch_uses_no_parameters(pairs: Ranks) -> None:
 
 
 def test_a_use_without_an_exchange_counts_when_the_rank_has_run_out(pairs: Ranks) -> None:
-    """Rank 0 runs backward in no_sync, throws the gradient away, and has no more: DDP still tells that use."""
+    """Rank 0 runs backward in no_sync, throws the gradient away, and has no more inputs: DDP still reports that use."""
     every = [[(*batch, 1) for batch in batches_of([3] * n, seed)] for seed, n in enumerate([2, 4])]
     exchanged = (0, 3)
 

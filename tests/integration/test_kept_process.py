@@ -1,4 +1,4 @@
-"""A worker that is told where to meet, by a supervisor that this test plays."""
+"""A worker that is told where to meet by a supervisor, whose part this test plays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print("met in", notice.generation, flush=True)
 
 
 def test_who_waits_for_a_store_that_nobody_serves_hears_of_the_next_one() -> None:
-    """A node served the workers' store, and left before it did: the nodes have met once more since."""
+    """A node was to serve the workers' store and left before it did; the nodes have met once more since."""
     ours, theirs = socket.socketpair()
     with closing(ServedStore()) as store, socket.create_server(("127.0.0.1", 0)) as unserved, ours:
         port = unserved.getsockname()[1]
@@ -93,7 +93,7 @@ dist.all_reduce(torch.ones(1))
 
 
 def test_a_newcomer_whose_store_is_lost_waits_to_be_ended() -> None:
-    """It would blame the script for the results that it cannot read."""
+    """Otherwise it would blame the script for the results that it cannot read."""
     ours, theirs = socket.socketpair()
     with closing(ServedStore()) as store, ours:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}

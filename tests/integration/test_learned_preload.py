@@ -1,4 +1,4 @@
-"""Restarted workers have the parts of torch and of this package that their predecessors imported, and the script does not notice."""
+"""Restarted workers have the parts of torch and of this package that their predecessors imported, unnoticed by the script."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if generation == 0 or again:
 
 
 def said_by(folder: Path, env: dict[str, str], package: str, *words: str) -> str:
-    """What a job of two workers says, which finds the file ``go`` once a package, or a part of it, is preloaded."""
+    """What a job of two workers says. It finds the file ``go`` once a package, or a part of it, is preloaded."""
     with subprocess.Popen(
         [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node=2", *words],
         cwd=folder,
@@ -99,7 +99,7 @@ def test_restarted_workers_have_torch_dynamo_and_nothing_else_differs(tmp_path: 
     assert "preloaded for restarted workers: torch._dynamo" in said
     assert [each.pop("had") for each in first] == [False, False]
     assert [each.pop("had") for each in second] == [True, True]
-    # Nothing of torch, nor what its import sets in the environment, is there before the script imports
+    # Nothing of torch, nor what its import sets in the environment, is visible before the script imports
     # torch; the script's own modules never are; and workers stay children of the fork server.
     assert first == second
     assert first[0]["at start"] == []
@@ -114,7 +114,7 @@ def test_what_reads_a_variable_that_the_script_sets_is_not_preloaded(tmp_path: P
 
 
 def next_workers(job: int) -> set[int]:
-    """The processes below a supervisor that are forked and not started."""
+    """The processes below a supervisor that are forked but not started."""
     found = set()
     for each in psutil.Process(job).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -213,7 +213,7 @@ with open(f"facts.{int(new)}.{dist.get_rank()}", "w") as file:
 
 @pytest.mark.parametrize("order", ["torch first", "elastic first"])
 def test_who_takes_a_lost_worker_over_has_sessions_at_hand(tmp_path: Path, order: str) -> None:
-    """A session begins where the script imports it, whatever has loaded its modules."""
+    """A session starts where the script imports it, whatever has loaded its modules."""
     (tmp_path / "train.py").write_text(SESSION)
     said = said_by(tmp_path, dict(os.environ), "rallypoint.elastic", "train.py", order)
     assert "rank 1 is back at step 3" in said
@@ -234,7 +234,7 @@ def test_who_takes_a_lost_worker_over_was_forked_before(tmp_path: Path) -> None:
             assert time.monotonic() < until
             time.sleep(0.05)
         for pid in ahead:
-            os.kill(pid, signal.SIGTERM)  # as a batch system does, which means the workers of then
+            os.kill(pid, signal.SIGTERM)  # as a batch system signals the workers of that moment
         (tmp_path / "go").touch()
         assert job.wait(120 * pace()) == 0
         assert json.loads((tmp_path / "facts.1.1").read_text())["pid"] in ahead

@@ -19,7 +19,7 @@ from rallypoint._core import limits
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 PIDS = Path("/sys/fs/cgroup/pids")
-# Launches under every limit from hardly any descriptor to enough, and looks what is left after each.
+# Launches under every limit from hardly any descriptors to enough, and checks what is left after each.
 SWEEP = """
 import os, resource, sys, torch.distributed
 from rallypoint.errors import LaunchError, WorkersFailed
@@ -173,7 +173,7 @@ def test_processes_of_a_cgroup(tmp_path, pids_cgroup, most):
 def test_processes_of_a_user(tmp_path, most):
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and util-linux to become another user, for whom the limit holds")
-    # One whom no other test becomes: processes are counted by user. It may read the interpreter's files.
+    # A user that no other test becomes, as processes are counted by user. It may read the interpreter's files.
     user = str(40_000 + os.getpid() % 20_000)
     reads = "+dac_override,+dac_read_search"
     become = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups")

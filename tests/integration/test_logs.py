@@ -1,6 +1,6 @@
 """Workers' output: where it goes, and that none of it is lost on its way.
 
-Most jobs here start plain interpreters (``--start-method exec``): output takes the same way as in
+Most jobs here start plain interpreters (``--start-method exec``): output takes the same path as in
 forks. The scripts do without torch.
 """
 
@@ -426,7 +426,7 @@ def test_what_a_worker_prints_is_there_at_once_and_when_it_is_killed(tmp_path, s
 @BOTH_STARTS
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_lines_of_two_ranks_do_not_cut_into_each_other_in_a_pipe(tmp_path, start, stream):
-    """They are longer than what a pipe takes as a whole (4 KiB), and it is full all the time."""
+    """They are longer than what a pipe takes in one piece (4 KiB), and the pipe is full all the time."""
     script = BURST.replace(", n)", f", n, file=sys.{stream})")
     words = command(tmp_path, script, "--start-method", start, "--nproc-per-node", "3")
     read, write = os.pipe()

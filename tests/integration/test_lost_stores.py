@@ -1,4 +1,4 @@
-"""The node that serves the job's store is lost again and again: the workers of the others go on, each time."""
+"""The node that serves the job's store is lost again and again: each time, the workers of the others go on."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ while pathlib.Path("slow").exists():
 
 
 class Node:
-    """One `rally run`, and what it says. With ``slow``, its fork server imports for as long as there is a file of that name."""
+    """One `rally run`, and what it says. With ``slow``, its fork server imports for as long as a file of that name exists."""
 
     def __init__(
         self, folder: Path, port: int, copies: int, spares: int = 1, *, slow: bool = False
@@ -128,7 +128,7 @@ class Job:
         return self.nodes[-1]
 
     def begin(self, spares: int = 1) -> Node:
-        """The first node, once it has arrived: it serves the store, has rank 0, and so its workers' store, too."""
+        """Start the first node and wait until it has arrived. It serves the job's store and, as rank 0, the workers' store."""
         first = self.start(spares)
 
         def has_arrived() -> bool:
@@ -142,7 +142,7 @@ class Job:
         return first
 
     def all_train(self) -> dict[int, Node]:
-        """Start all nodes, without spares. Returns who has which rank, once all train; the first one has the stores and rank 0."""
+        """Start all nodes, without spares. Returns the nodes by rank, once all train; the first one has the stores and rank 0."""
         self.begin(spares=0)
         for _ in range(NODES - 1):
             self.start(spares=0)
@@ -164,7 +164,7 @@ class Job:
         return serving[-1] if serving else self.nodes[0]
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """Rank: how far it is, and its pid."""
+        """By rank: its step and its pid."""
         found = {}
         for rank in range(NODES):
             path = self.folder / f"at {rank}"
@@ -186,7 +186,7 @@ class Job:
             raise AssertionError(f"{error}\n{self}") from None
 
     def begins_anew(self, before: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Once all ranks are other processes than before."""
+        """Wait until all ranks are new processes. Returns their progress."""
 
         def look() -> dict[int, tuple[int, int]] | None:
             found = self.progress()
@@ -202,7 +202,7 @@ class Job:
         return found
 
     def spares(self, node: Node) -> list[int]:
-        """The pids of those that wait."""
+        """The pids of the waiting spares."""
         told = connect(str(node.process.pid)).status()["spares"]
         return [each["pid"] for each in told if each["state"] == "waiting"]
 
@@ -217,8 +217,8 @@ class Job:
             raise AssertionError(f"{error}: {states}\n{self}") from None
 
     def trains_again(self) -> dict[int, tuple[int, int]]:
-        """After a loss: how far all have come once they are beyond what any had reached when it struck."""
-        # Read after the loss: those who live have been going on until then.
+        """After a loss, wait until all are beyond what any had reached when it struck. Returns their progress."""
+        # Read after the loss: the survivors have been going on until then.
         reached = max(step for step, _ in self.progress().values())
         return self.trains(beyond=reached + 5)
 
@@ -301,7 +301,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_is_lost_while_the_nodes_meet(j
 def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
     job: Job, behind: int, copies: int, num_kept: int
 ) -> None:
-    """Its set-up needs the store, so another one takes its place. If only it had the lost node's record, all start anew."""
+    """Its set-up needs the store, so another one takes its place. If it alone had the lost node's record, all start again."""
     job.copies = copies
     job.begin(spares=0)
     for _ in range(NODES - 1):
@@ -330,7 +330,7 @@ def test_the_store_is_lost_while_a_worker_is_on_its_way_to_the_session(
 
 
 def test_newcomers_go_on_with_their_set_up_while_the_nodes_meet_again(job: Job) -> None:
-    """The workers' store is still where they look for the records of it."""
+    """The workers' store is still where they look for the set-up's records."""
     ranks = job.all_train()
     before = job.progress()
     (job.folder / "hold").touch()
@@ -377,7 +377,7 @@ def test_workers_that_are_yet_to_be_started_belong_to_the_round_that_forms_next(
 ) -> None:
     """The node with the workers' store is lost. Another one is lost just as its successor could start workers."""
     job.copies = copies
-    # The job's store is not on any node: one that imports could not serve it.
+    # The job's store is not on any node: one that is still importing could not serve it.
     store = TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False)
     for _ in range(NODES):
         job.start(spares=0)
@@ -400,7 +400,7 @@ def test_workers_that_are_yet_to_be_started_belong_to_the_round_that_forms_next(
     (job.folder / "slow").unlink()
     wait_until(lambda: status()["is_ready"], "workers can be started", 60)
     job.start(spares=0)
-    # Two copies of the records of rank 3 were on the two nodes that are lost.
+    # Two copies of rank 3's records were on the two lost nodes.
     after = job.trains_again() if copies == 3 else job.begins_anew(before)
     kept = [each for each in range(NODES) if before[each][1] == after[each][1]]
     assert kept == ([1, 2] if copies == 3 else []), str(job)

@@ -1,4 +1,4 @@
-"""How nodes first meet, and what they are told where they cannot: real supervisors on this machine."""
+"""How nodes first meet, and what they are told when they cannot: real supervisors on this machine."""
 
 import os
 import shutil
@@ -172,13 +172,13 @@ def test_a_store_of_another_program_is_named(cluster: Cluster) -> None:
 def test_a_store_that_is_still_starting_is_waited_for_beyond_the_time_to_join(
     cluster: Cluster,
 ) -> None:
-    """The host's import of torch takes as long as the test likes; that counts neither for the guest nor for the host."""
+    """The host's import of torch takes as long as the test likes; that counts against neither the guest nor the host."""
     seconds = 3 * pace()
     where = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port()}")
     host_words = ("--rdzv-conf", f"join_timeout={seconds}")
     host = start(cluster, "n0", *where, *host_words, env=slow_to_serve(cluster.folder))
     guest_words = ("--rdzv-conf", "join_timeout=1.5,is_host=false")
-    # The host has bound its port: only then the guest comes.
+    # The guest starts only once the host has bound its port.
     wait_until(lambda: listening(where[-1]), "the host listens")
     guest = start(cluster, "n1", *where, *guest_words)
     guest.wait_said("is starting; waiting for it")
@@ -212,7 +212,7 @@ def on_path(folder: Path) -> dict[str, str]:
 
 
 def listening(endpoint: str) -> bool:
-    """Whether somebody listens there; asks the kernel, not the door."""
+    """Whether somebody listens there. Asks the kernel, without knocking."""
     port = f":{int(endpoint.rpartition(':')[2]):04X}"
     rows = [
         line.split()
@@ -370,7 +370,7 @@ def test_a_rendezvous_that_a_program_registers_works_under_rally_run(cluster: Cl
     (cluster.folder / "room").mkdir()
     line = ("--nnodes", "2", "--rdzv-backend", "meeting-room", "--rdzv-conf", "colour=green")
     line += ("--rdzv-endpoint", str(cluster.folder / "room"))
-    # Through another program: interpreters of their own, which load that code.
+    # Started through another program, so that they are interpreters of their own, which load that code.
     more = {"env": on_path(site), "prefix": ("env",)}
     nodes = [start(cluster, f"n{i}", *line, **more) for i in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], cluster
@@ -399,7 +399,7 @@ def outlives_jobs(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[
     server = EtcdCluster(folder)
     try:
         yield f"etcd://{server.endpoints[0]}"
-        # Nothing stays there for good: each key goes by itself, a minute after it was set.
+        # Nothing stays there for good: each key expires a minute after it was set.
         assert server.keys("rally/ended/job-7/")
         assert server.seconds_to_live("rally/ended/") == {60}
     finally:
@@ -416,15 +416,15 @@ def test_who_comes_after_the_job_has_ended_well_is_told_once(
     assert late.wait() == 0
     assert "the job has ended well: this node was not needed" in late.says()
     assert not (cluster.folder / "ran-late").exists()
-    # Who knows that it has ended comes for the next one of the name.
+    # A node that knows that the job has ended can only have come for the next job of that name.
     again = start(cluster, "late-again", *line, prefix=on_host("late"))
     assert again.wait() == 0
     assert (cluster.folder / "ran-late-again").exists(), again
-    # Nothing of the first one was left to wait for.
+    # Nothing of the first job was left to wait for.
     assert "the job is running" not in again.says()
 
 
-# In a node that has just connected: it goes on when the job has ended.
+# In a node that has just connected: it goes on once the job has ended.
 HELD = """
 import pathlib, os, sys, time
 if "run" in sys.orig_argv:
@@ -444,7 +444,7 @@ if "run" in sys.orig_argv:
 
 
 def test_who_is_still_connecting_when_the_job_ends_well_is_told_so(cluster: Cluster) -> None:
-    """The node that serves the store waits for it, for a moment."""
+    """The node that serves the store waits for it for a moment."""
     site = cluster.folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(HELD)
@@ -455,7 +455,7 @@ def test_who_is_still_connecting_when_the_job_ends_well_is_told_so(cluster: Clus
     line += ("--rdzv-conf", "last_call_timeout=0.1,join_timeout=10")
     first = start(cluster, "n0", *line)
     wait_until((cluster.folder / "ran-n0").exists, "the job runs")
-    # Through another program: an interpreter of its own, which loads that code.
+    # Started through another program, so that it is an interpreter of its own, which loads that code.
     late = start(cluster, "late", *line, env=on_path(site), prefix=("env",))
     wait_until((cluster.folder / "came").exists, "the late one has connected")
     cluster.order("finish")

@@ -1,4 +1,4 @@
-"""Process groups of a layout on real ranks: every rank in the right ones, made alike, destroyed and rebuilt."""
+"""Process groups of a layout on real ranks: every rank in the right ones, created in the same way, destroyed and rebuilt."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_on_a_port(tmp_path: Path) -> None:
                 break
         url = f"http://127.0.0.1:{found[1]}"
         assert [job.stdout.readline() for _ in range(2)] == ["stands\n"] * 2
-        # More connections than it keeps, which say nothing: it answers.
+        # More silent connections than it keeps: it still answers.
         idle = [
             socket.create_connection(("127.0.0.1", int(found[1])))
             for _ in range(MAX_CONNECTIONS + 4)
@@ -127,7 +127,7 @@ def test_rpc_calls_are_counted(tmp_path: Path) -> None:
                 break
         shown: dict[tuple[str, str], float] = {}
         deadline = time.monotonic() + PATIENCE
-        # The package's own calls may be among them. Each rank tells its own, at its own time.
+        # The package's own calls may be among them. Each rank reports its own, in its own time.
         told = ("rally_rpc_served_calls_total", "1"), ("rally_rpc_made_calls_total", "0")
         busy = ("rally_rpc_calls_in_progress", "0"), ("rally_rpc_queue_length", "1")
         while any(shown.get(each, 0) < 51 for each in told) or any(shown[each] for each in busy):

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-# Trains with whom it finds, and ends when the test says so.
+# Trains with the peers it finds, and exits when the test says so.
 PROBE = """
 import json, os, pathlib, time
 import torch, torch.distributed as dist

@@ -21,7 +21,7 @@ from supervisors import Popen
 
 pytestmark = pytest.mark.integration
 
-# Seconds that anything may take on a machine that is busy with something else; nobody waits for so long else.
+# Seconds that anything may take on a machine that is busy with something else; otherwise nobody waits that long.
 PATIENCE = 180.0
 
 PROBE = """
@@ -65,7 +65,7 @@ class Node:
         self.process: Any
         with self.out.open("wb") as out, self.err.open("wb") as err:
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
-            # Not in our process group's shadow: pytest's own Ctrl-C handling stays out of it.
+            # In a session of its own, so that Ctrl-C at pytest does not reach it.
             self.process = Popen(
                 command, stdout=out, stderr=err, env=env, cwd=folder, start_new_session=True
             )
@@ -183,7 +183,7 @@ def wait_for(paths: Sequence[Path], timeout: float = PATIENCE) -> None:
 
 
 def wait_for_one(nodes: Sequence[Node], timeout: float = PATIENCE) -> Node:
-    """The first of these nodes that ends."""
+    """The first of these nodes to exit."""
     deadline = time.monotonic() + timeout
     while True:
         for node in nodes:
@@ -438,7 +438,7 @@ def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_addre
 
 @pytest.fixture
 def two_debian_hosts(two_hosts) -> Iterator[list[tuple[str, ...]]]:
-    """Words that run a command on each of two hosts whose names lead to 127.0.1.1, as Debian's installer has it."""
+    """Words that run a command on each of two hosts whose names resolve to 127.0.1.1, as Debian's installer sets them up."""
     folders = [Path("/etc/netns", name) for name in two_hosts]
     named = 'hostname "$0" && exec "$@"'
     try:

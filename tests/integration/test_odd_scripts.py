@@ -83,7 +83,7 @@ raise RuntimeError("its own error")
 def test_files_of_a_script_that_closes_all_descriptors_are_its_own(
     tmp_path: Path, method: str
 ) -> None:
-    """Nothing of ours is written into them, and what became of the script is still told."""
+    """Nothing of ours is written into them, and what became of the script is still reported."""
     (tmp_path / "train.py").write_text(CLOSES_ALL)
     done = rally(tmp_path, "--nproc-per-node", 1, "--start-method", method, "train.py")
     assert done.returncode == 1
@@ -101,7 +101,7 @@ def test_few_descriptors_are_enough(tmp_path: Path) -> None:
     assert "raised RuntimeError" in done.stderr
 
 
-# As clients of web services have it.
+# As clients of web services define their errors.
 ATTRIBUTES_OF_ITS_OWN = """
 import atexit
 atexit.register(print, "atexit ran")
@@ -151,7 +151,7 @@ def test_a_flag_for_other_signals_leaves_ctrl_c_and_a_closed_terminal(
 
 
 def test_files_of_the_current_folder_do_not_stand_in_for_modules_of_ours(tmp_path: Path) -> None:
-    """Only those beside a script do, for the script; and a program that is no Python has none."""
+    """Only files beside a script do, for that script; a program that is not Python has none."""
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "train.py").write_text("print('it ran')\n")
     for name in ("contextlib", "signal", "torch"):

@@ -1,4 +1,4 @@
-"""What the nodes of a job tell each other, without supervisors: this test takes what they hear."""
+"""What the nodes of a job tell each other, without supervisors: this test reads what they hear."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nodes(tmp_path: Path) -> Iterator[list[PeerNodes]]:
 
 
 def ready(node: PeerNodes) -> bool:
-    """Whether there is something to be taken; waits for it."""
+    """Wait for something to take. Returns whether there is anything."""
     return bool(select.select([node], [], [], PATIENCE)[0])
 
 
@@ -67,7 +67,7 @@ def taken_round(node: PeerNodes) -> RoundReady:
 
 
 def test_a_node_that_leaves_as_a_round_forms_leaves_that_round(nodes: list[PeerNodes]) -> None:
-    """Its supervisor has not heard of it when it says so, and says so again when it has."""
+    """Its supervisor says that it leaves before it has heard of the round, and says so again after."""
     meet(nodes, 0)
     stays, leaves = nodes
     for node in nodes:

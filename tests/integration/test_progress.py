@@ -1,4 +1,4 @@
-"""How far a job is: reported by its workers, shown by its supervisor."""
+"""A job's progress: reported by its workers, shown by its supervisor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from supervisors import RALLY, Popen
 
 PATIENCE = 30.0 * pace()
 
-# Rank 0 reports a step, a child of it another one, which does not count. Then all wait.
+# Rank 0 reports a step; a child of it reports another one, which does not count. Then all wait.
 SCRIPT = """
 import os, sys, time
 import rallypoint
@@ -93,7 +93,7 @@ def test_ps_top_and_status_have_the_step(
 
 
 def on_terminal(words: list[str], rows: int) -> tuple[int, bytes]:
-    """Run a program on a terminal of so many rows. Returns its exit code, and what it has written."""
+    """Run a program on a terminal with this many rows. Returns its exit code, and what it has written."""
     pid, fd = pty.fork()
     if pid == 0:
         try:

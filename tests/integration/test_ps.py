@@ -1,4 +1,4 @@
-"""``rally ps`` of a job of several nodes: who is waited for, which ranks hang, which node is mute."""
+"""``rally ps`` for a job of several nodes: who is waited for, which ranks hang, which node is mute."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ while True:
 
 
 def rows(*words: str) -> list[str]:
-    """What ``rally ps`` prints of this test's job, without the head."""
+    """What ``rally ps`` prints about this test's job, without the header."""
     told = subprocess.run(
         [RALLY, "ps", *words], capture_output=True, text=True, timeout=PATIENCE * pace(), check=True
     )
@@ -91,7 +91,7 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     # Each node says it, although only node 0 looks for hangs.
     hangs = "HANGING"
     wait_for(lambda: sum(hangs in row for row in rows()) == NODES, "the hang is told")
-    # Where a node did not answer in time, it is told later for whom the others wait.
+    # If a node did not answer in time, it is reported later which rank the others wait for.
     hangs = "HANGING: rank 2"
     wait_for(
         lambda: sum(hangs in row and " 1 there " in row for row in rows(str(last.pid))) == NODES,

@@ -1,4 +1,4 @@
-"""``rally ps`` of a job that has no supervisor here: its nodes are asked at their store."""
+"""``rally ps`` for a job that has no supervisor here: its nodes are asked through their store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def meets(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     secret.chmod(0o600)
     where = f"127.0.0.1:{free_port()}" if request.param == "tcp" else f"file://{tmp_path}/meet"
     (tmp_path / "meet").mkdir()
-    # A supervisor that is stopped is not to be lost.
+    # A stopped supervisor must not be taken for lost.
     patient = ["--rdzv-conf", "lease=60"]
     return ["--rdzv-endpoint", where, "--secret-file", str(secret), *patient]
 
@@ -93,7 +93,7 @@ def test_a_job_of_other_hosts(start: Start, meets: list[str], tmp_path: Path) ->
     assert stranger.returncode == 1
     assert "another secret" in stranger.stderr
 
-    # One that stands still is told as such, and holds up nobody who asks after that.
+    # A node that stands still is reported as such, and does not hold up anybody who asks after that.
     first = json.loads(told[0])["pid"]
     os.kill(first, signal.SIGSTOP)
     try:

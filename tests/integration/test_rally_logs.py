@@ -111,7 +111,7 @@ def test_a_running_job_is_followed_to_its_end(
         write = standard_streams.write
 
         def write_and_go_on(text: str, **how: bool) -> None:
-            """The job ends when it is followed, and not before."""
+            """The job ends once it is followed, and not before."""
             write(text, **how)
             Path(f"{script}.go").touch()
 
@@ -144,7 +144,7 @@ if generation == "0":
 def test_the_end_of_a_generation_is_shown_before_the_next_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says why there is another one. The restart is over before the follower looks again."""
+    """It says why there is a next one. The restart is over before the follower looks again."""
     script = tmp_path / "train.py"
     script.write_text(FAILS)
     name = f"ends-{os.getpid()}"
@@ -206,7 +206,7 @@ def test_a_job_is_followed_by_its_folder_and_found_beside_a_folder_of_its_name(
         write = standard_streams.write
 
         def write_and_go_on(text: str, **how: bool) -> None:
-            """The job ends when it is followed, and not before."""
+            """The job ends once it is followed, and not before."""
             write(text, **how)
             Path(f"{script}.go").touch()
 
@@ -248,7 +248,7 @@ def test_a_job_on_the_terminal_says_where_its_output_is(script: Path, tmp_path: 
 def test_output_of_all_nodes(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two supervisors with a folder each; the first one is asked. What is written later comes with -f."""
+    """Two supervisors with a folder each; the first one is asked. What is written later arrives with -f."""
     port = free_port()
     name = f"far-{os.getpid()}"
     words = ["--nnodes", "2", "--rdzv-id", name, "--insecure", "--rdzv-backend", "c10d"]
@@ -355,7 +355,7 @@ def test_output_is_that_of_the_rank_that_a_worker_has_now(
     finally:
         job.close()
     for rank in range(4):
-        # From before both losses, with the rank that it was then.
+        # From before both losses, with the rank that it had then.
         old = re.compile(rf"\[rank {rank}\] rank \d of 6, step 10")
         assert any(old.fullmatch(line) for line in shown), (rank, shown)
         for step in (20, 30):

@@ -1,4 +1,4 @@
-"""Jobs on Ray: real raylets on this host. `pip install ray` runs these; CI does without it."""
+"""Jobs on Ray: real raylets on this host. `pip install ray` enables these; CI does without it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ sys.exit(7 if sys.argv[1:] == [os.environ["RANK"]] else 0)
 
 
 class Driver:
-    """Runs drivers, and looks for what they leave."""
+    """Runs drivers, and looks for what they leave behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -274,7 +274,7 @@ def test_nothing_is_left(driver: Driver, what: str) -> None:
 
 
 def of_the_job(driver: Driver) -> list[str]:
-    """What runs but for Ray's own processes."""
+    """What runs, apart from Ray's own processes."""
     found = []
     for pid in driver.left():
         try:

@@ -1,4 +1,4 @@
-"""Nodes are lost and come: a session goes on in the same processes with fewer ranks, and with more."""
+"""Nodes are lost and arrive: a session goes on in the same processes with fewer ranks, and with more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from resized_job import Job
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 SAMPLES, BATCH, EPOCHS = 2400, 12, 2
-# Those that come meet the others while these train: far enough for that, and before the end.
+# Newcomers meet the others while those train: this is far enough for that, and before the end.
 FAR = 350
 SCRIPT = """
 import json, os, pathlib, sys, time
@@ -114,7 +114,7 @@ def one_process() -> list[torch.Tensor]:
 
 
 def check(job: Job, tmp_path: Path) -> list[dict[str, Any]]:
-    """Every sample was trained on once in each epoch, and the end is that of one process."""
+    """Every sample was trained on once in each epoch, and the result is that of one process."""
     told = job.told()
     per_epoch = len(range(0, SAMPLES, BATCH))
     for epoch in range(EPOCHS):
@@ -124,11 +124,11 @@ def check(job: Job, tmp_path: Path) -> list[dict[str, Any]]:
             for each in told:
                 if each["step"] == step:
                     by_size.setdefault(each["size"], []).append(each["samples"])
-            # A process that comes behind a step, in the same body, runs it without effect.
+            # A process that arrives after a step, in the same body, runs that step without effect.
             of_step = max(by_size.items(), key=lambda each: (each[0] == len(each[1]), len(each[1])))
             seen += (sample for samples in of_step[1] for sample in samples)
         assert len(seen) == len(set(seen)), "a sample came twice"
-        # A lost rank tells nothing of its last step, if the others have completed it.
+        # A lost rank reports nothing of its last step if the others have completed it.
         assert len(seen) >= SAMPLES - BATCH
     check_end(tmp_path)
     return told
@@ -145,7 +145,7 @@ def check_end(tmp_path: Path) -> None:
 def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
     job: Callable[..., Job], tmp_path: Path, lost: int
 ) -> None:
-    """The first node serves the job's store, and one of them, with rank 0, that of the workers."""
+    """The first node serves the job's store; one of the nodes, with rank 0, serves the workers' store."""
     it = job(2, 3)
     it.hold_at(20)
     for _ in range(3):
@@ -178,7 +178,7 @@ def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
 def test_one_node_gets_another_one_and_is_lost_itself(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """It serves the job's store and that of the workers, and has the records of the set-up."""
+    """It serves the job's store and the workers' store, and has the records of the set-up."""
     it = job(1, 2)
     it.hold_at(10)
     it.start()
@@ -289,7 +289,7 @@ def test_a_node_whose_workers_fail_leaves_and_others_may_come(
 def test_a_node_that_comes_during_the_set_up_is_admitted_behind_it(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """The workers that are there need not start again for it."""
+    """The existing workers need not start again for it."""
     it = job(1, 2, conf="lease=3,last_call_timeout=1")
     (tmp_path / "wait in set-up").touch()
     it.hold_at(5)
@@ -333,7 +333,7 @@ def test_a_script_that_counts_on_its_rank_starts_again(
 def test_steps_under_way_are_repeated_with_their_samples_shared_anew(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Nodes are lost and come while steps run, at any moment of them."""
+    """Nodes are lost and arrive while steps run, at any moment."""
     it = job(1, 3)
     for _ in range(3):
         it.start()

@@ -1,4 +1,4 @@
-"""Whole replicas of several ranks are lost and come: models over meshes go on in the same processes."""
+"""Whole replicas of several ranks are lost and arrive: models over meshes go on in the same processes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_whole_replicas_are_lost_and_come(
         [[3, 2], [rank // 2, rank % 2], whole] for rank in range(6)
     ]
     check_end(tmp_path)
-    # The last checkpoint is that of all of them, for another number of ranks.
+    # The last checkpoint is one of all the ranks, for another number of ranks.
     (tmp_path / "end.pt").unlink()
     it.words[it.words.index("lease=10")] = "lease=10,last_call=0.5"
     it.start().wait(120)

@@ -1,4 +1,4 @@
-"""A worker with an allow-list reads answers by it, too: of one that was taken over, say."""
+"""A worker with an allow-list applies it to answers, too: to those of a compromised worker, for example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration]
 
 @pytest.fixture
 def careful() -> Iterator[Workers]:
-    """w0 reads by a list, w1 takes all."""
+    """w0 reads by a list, w1 accepts everything."""
     with Workers(2) as workers:
         pending = workers.begin(1, rpc_workers.join)
         workers.on(0, functools.partial(rpc_workers.join, allowed_modules=[f"{__name__}.Listed"]))
@@ -81,7 +81,7 @@ def fail(kind: type[Exception], *args: Any) -> None:
 
 
 def fail_with_more(path: str) -> None:
-    """A description such as only a worker that was taken over sends."""
+    """Answer with a description that only a compromised worker would send."""
     describe = serving.describe
 
     def lie(error: BaseException) -> Any:

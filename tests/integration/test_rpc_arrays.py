@@ -1,4 +1,4 @@
-"""NumPy's arrays and bytes between processes: by the way that tensors take."""
+"""NumPy arrays and bytes between processes take the same path as tensors."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Gradients through calls: equal to those of one process, per context, and gone when it ends."""
+"""Gradients through calls: equal to those of one process, kept per context, and gone when the context ends."""
 
 import asyncio
 import functools
@@ -64,7 +64,7 @@ def parameter(seed: int, worker: int) -> Tensor:
 
 
 def a_program(chance: random.Random, depth: int, size: int, given: int) -> list[Any]:
-    """Steps that each add a tensor to those that there are."""
+    """Steps that each add a tensor to the existing ones."""
     steps: list[Any] = []
     there = given
     for _ in range(chance.randint(2, 5)):
@@ -146,11 +146,11 @@ def call_there(to: int, how: str, seed: int, steps: list[Any], given: list[Tenso
 
 
 def gradients_of(context_id: int, seed: int) -> dict[int, Tensor]:
-    """Of this worker's parameters of a program, by worker; only those that have one."""
+    """The gradients of this worker's parameters of a program, by worker, where there are any."""
     try:
         found = autograd.get_gradients(context_id)
     except RpcError:
-        return {}  # the context has not come here
+        return {}  # the context has not reached this worker
     return {
         worker: found[each]
         for (of, worker), each in parameters.items()
@@ -689,7 +689,7 @@ def test_a_late_message_of_an_earlier_pass_changes_nothing(four: Workers) -> Non
 
 
 def use_remote_module(module: rpc.RemoteModule, value: Tensor) -> Tensor:
-    """Sent to a third worker."""
+    """Runs on a third worker, which the module is sent to."""
     result: Tensor = module(value)
     return result
 
@@ -899,7 +899,7 @@ def test_a_lost_worker_ends_the_pass_at_once_and_nothing_is_kept() -> None:
         workers.on(0, too_slow)
         workers.on(1, open_gate)
         workers.run(nothing_is_kept)
-        # A worker in the middle knew the last one, and is lost during the backward pass there.
+        # A worker in the middle, which knew the last one, is lost during the backward pass there.
         begun = workers.begin(0, lose_in_backward, ["w1", "w2"])
         workers.on(2, a_pass_is_here)
         workers.kill(2)

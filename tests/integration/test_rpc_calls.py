@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def trio() -> Iterator[Workers]:
-    """w0, w1, w2, with two threads each; they leave in peace, and hold nothing then."""
+    """w0, w1, w2, with two threads each; they leave in peace, and then hold nothing."""
     with Workers(3) as workers:
         before = workers.run(rpc_workers.resources)
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=2))
@@ -80,7 +80,7 @@ def open_gate() -> None:
 
 
 def hear_cancellations(count: int) -> None:
-    """Returns when this worker knows of so many calls that nobody waits for any more."""
+    """Wait until this worker knows of this many calls that nobody waits for any more."""
     deadline = time.monotonic() + 9
     connections = rpc.api._get_current_rpc_agent().connections
     while True:
@@ -199,7 +199,7 @@ class Relay:
 
 
 class OddError(Exception):
-    """Its constructor takes something else than it hands to Exception."""
+    """Its constructor takes something other than what it passes to Exception."""
 
     def __init__(self, code: int, *, place: str) -> None:
         super().__init__(f"odd {code} at {place}")
@@ -260,7 +260,7 @@ async def fail_later(kind: str) -> None:
 
 
 async def fail_beside(kind: str) -> None:
-    """In a task of its own, which nobody waits for before it has failed."""
+    """Fail in a task of its own, which nobody waits for until it has failed."""
     beside = asyncio.create_task(fail_later(kind))
     await asyncio.sleep(0.01)
     await beside
@@ -327,7 +327,7 @@ async def wait_for_failure(kind: str) -> None:
 
 
 def wait_at_home(kind: str) -> None:
-    """On a thread of the pool."""
+    """Wait on a thread of the pool."""
     rpc.remote(rpc.get_worker_info(), fail, (kind,)).local_value()
 
 
@@ -337,7 +337,7 @@ class Stubborn:
 
 
 class Sticky:
-    """Goes, and cannot be made again."""
+    """It can be sent, but not rebuilt."""
 
     def __reduce__(self) -> Any:
         return _unmake, ()
@@ -578,7 +578,7 @@ def test_nested_calls_many_times_deeper_than_there_are_threads_come_back(trio, w
 
 
 def test_threads_that_are_all_busy_do_not_keep_answers_from_arriving():
-    """Two threads, both in a call to the other worker, whose two threads are, too."""
+    """Both threads are in a call to the other worker, and so are both of its threads."""
     with Workers(3) as workers:
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
 
@@ -861,7 +861,7 @@ def test_calls_whose_time_is_up_in_the_queue_are_not_begun():
 
 
 def test_with_one_thread_a_worker_runs_one_function_at_a_time():
-    """A function that was long before is handed over; the short ones behind it, with which it came, have to wait."""
+    """A function known to be long is handed over; the short ones behind it, which arrived with it, have to wait."""
     with Workers(2) as workers:
         workers.run(functools.partial(rpc_workers.join, num_worker_threads=1))
 
@@ -973,7 +973,7 @@ def test_a_cancelled_task_of_asyncio_cancels_its_call(trio):
     def case():
         async def main():
             future = rpc.rpc_async("w1", note_and_doze, (60,))
-            # One that has not begun never does, and says nothing of it.
+            # A call that is cancelled before it starts never starts, and notes nothing.
             eventually(lambda: rpc.rpc_sync("w1", seen) == ["dozes"])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(future, 0.05)
@@ -1005,7 +1005,7 @@ def test_callbacks_of_a_cancelled_call_are_called_once(trio):
         eventually(lambda: found)
         time.sleep(0.05)
         assert found == [True]
-        # It may have been cancelled before it had begun: then it never does.
+        # It may have been cancelled before it started: then it never does.
         eventually(lambda: rpc.rpc_sync("w1", seen) in ([], ["cancelled"]))
         rpc.rpc_sync("w1", forget)
 
@@ -1038,7 +1038,7 @@ def test_no_more_bytes_are_under_way_to_one_worker_than_allowed():
                     rpc.rpc_async("w1", nap_with, (0.03, torch.ones(100_000))) for _ in range(10)
                 ]
                 assert [each.wait() for each in futures] == [100_000] * 10
-            # One that is larger than all that is allowed goes alone.
+            # A call that is larger than the whole allowance goes alone.
             assert rpc.rpc_sync("w1", nap_with, (0, torch.ones(1_000_000))) == 1_000_000
             stop.set()
             watcher.join()
@@ -1115,7 +1115,7 @@ def test_what_a_function_raises_keeps_its_type_and_text_and_tells_where(trio):
             cause = str(caught.value.__cause__)
             assert cause.startswith(f"on {to}\n")
             assert 'raise ValueError("bad' in cause
-            # Nothing of how the call was made, on either side: only what people have written.
+            # It shows nothing of how the call was made, on either side: only what people have written.
             assert "rallypoint/rpc/" not in cause
             steps = traceback.extract_tb(caught.value.__traceback__)
             assert [each.name for each in steps[1:]] == ["rpc_sync", "call_sync"]
@@ -1166,7 +1166,7 @@ def test_what_would_end_a_program_ends_neither_caller_nor_callee_nor_its_threads
     assert trio.on(0, case) == 4
 
 
-# Each way to be told of an error of these classes, at the caller.
+# Each way in which a caller is told of an error of these classes.
 WAYS_TO_FAIL: dict[str, Any] = {
     "sync": lambda to, kind: rpc.rpc_sync(to, fail, (kind,), timeout=20),
     "async": lambda to, kind: rpc.rpc_async(to, fail, (kind,), timeout=20).wait(),
@@ -1206,7 +1206,7 @@ def test_a_future_with_an_error_is_not_kept_once_the_caller_has_it(trio):
         for _ in range(3):
             with pytest.raises(OddError):
                 rpc.rpc_sync("w1", fail_with_a_witness, ("here",))
-        # The thread that answered may still be about to let go of it.
+        # The thread that answered may still be about to release it.
         eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
 
     trio.on(0, case)
@@ -1217,7 +1217,7 @@ def test_a_value_whose_error_is_waited_for_keeps_nothing_of_the_call(trio, kind)
     def case():
         held = rpc.remote("w1", fail_late_with_a_witness, (kind,))
         with pytest.raises((OddError, rpc.RemoteError)):
-            held.to_here(timeout=20)  # begins to wait before there is an error
+            held.to_here(timeout=20)  # starts to wait before there is an error
         eventually(lambda: rpc.rpc_sync("w1", witnesses_left) == 0, 10)
 
     trio.on(0, case)
@@ -1580,7 +1580,7 @@ def test_a_gathering_that_somebody_does_not_come_to_names_them(trio):
     leader, follower, _ = trio.run(case)
     assert leader.startswith("timed out in _all_gather after 0.20 seconds; missing: w2")
     assert follower
-    # Numbers of gatherings have to be equal again: this one, too, nobody comes to but w2.
+    # The numbers of gatherings have to be equal again, so w2 comes to one alone.
     trio.on(2, functools.partial(_gather_alone))
     trio.run(lambda: rpc.api._all_gather(rpc.get_worker_info().name, timeout=5))
 

@@ -54,7 +54,7 @@ def torch_rpc() -> Any:
 
 
 def everything() -> dict[str, Any]:
-    """What an installation may change."""
+    """Everything that an installation may change."""
     native = torch._C._distributed_rpc
     return {
         "modules": {
@@ -237,7 +237,7 @@ def test_torchs_remote_module_runs_over_ours():
                     wanted = torch.nn.functional.linear(x, weight, bias).detach()
                     assert torch.equal(module.forward(x).detach(), wanted)
                     assert torch.equal(module.forward_async(x).wait().detach(), wanted)
-                    # And when it is sent itself.
+                    # And when the module itself is sent.
                     assert torch.equal(rpc.rpc_sync("w1", forward, (module, x)), wanted)
                     del module, weight, bias
                 rpc.shutdown()

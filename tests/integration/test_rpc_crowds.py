@@ -1,4 +1,4 @@
-"""Strangers who hold connections open, and listeners that hang up: members get in all the same, and nobody is called lost."""
+"""Strangers who hold connections open, and listeners that hang up: members get in nevertheless, and nobody is declared lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def descriptors() -> list[str]:
     """What is open in this process."""
     found = []
     for each in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the list itself
+        with contextlib.suppress(OSError):  # the listing's own
             found.append(os.readlink(each.path))
     return sorted(found)
 
@@ -107,12 +107,12 @@ def test_members_get_in_however_many_strangers_hold_connections(
         join(agent, kind)
         held.enter_context(knock(agent, kind))
         until(lambda: len(agent.acceptor.strangers) == ROOM, "the oldest were not closed")
-        # The other ways have room of their own.
+        # The other transports have room of their own.
         join(agent, "tcp" if kind == "uds" else "uds")
         whose = "user " if kind == "uds" else "this host"
 
         def is_told() -> bool:
-            # The first warning may also count those of the test before.
+            # The first warning may also count those of the previous test.
             held.enter_context(knock(agent, kind))
             return f"of them by {kind} from {whose}" in caplog.text
 
@@ -121,7 +121,7 @@ def test_members_get_in_however_many_strangers_hold_connections(
 
 
 def test_a_burst_does_not_hold_up_calls_that_are_under_way(agent: Agent) -> None:
-    """As many as wait are not all accepted before anybody else is heard."""
+    """Not all connections that wait are accepted before anybody else is heard."""
     (listener,) = (each for each in agent.acceptor.listeners if each.kind == "uds")
     rounds: list[int] = []
     accept = agent.acceptor._admit
@@ -150,11 +150,11 @@ def test_a_burst_does_not_hold_up_calls_that_are_under_way(agent: Agent) -> None
 
 
 class Curt:
-    """A listener that hangs up on whoever comes.
+    """A listener that hangs up on whoever connects.
 
     Args:
-        reset: with a reset; else in good order.
-        reads: only after something has come.
+        reset: it hangs up with a reset instead of in good order.
+        reads: it hangs up only after something has arrived.
     """
 
     def __init__(self, *, reset: bool = False, reads: bool = False) -> None:
@@ -222,7 +222,7 @@ def test_a_peer_that_hangs_up_each_time_is_late_and_not_lost(agent: Agent) -> No
         assert is_late(caught.value)
         words = r"closed the connection \d+ times during the handshake: it is ending, or too many"
         assert curt.came > 1
-        # What a call that needs the connection says: the time is up.
+        # A call that needs the connection says that its time is up.
         with pytest.raises(RpcTimeout, match=words):
             agent.connections.connect(
                 dataclasses.replace(member, name="w9", id=9), time.monotonic() + 0.3, 0.3

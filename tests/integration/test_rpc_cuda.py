@@ -1,4 +1,4 @@
-"""Tensors on GPUs, between two processes of one host that use the same one: shared by CUDA IPC, and staged."""
+"""GPU tensors between two processes of one host that use the same GPU: shared by CUDA IPC, and staged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rpc_workers import Workers
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.gpu,
-    # Not is_available(): what that asks the driver for cannot be used in a fork of this process.
+    # Not is_available(): it asks the driver for things that a fork of this process cannot use.
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU"),
 ]
 
@@ -31,7 +31,7 @@ log: list[str] = []
 
 
 class Watched(cuda_ipc.CudaMemory):
-    """Notes which way was taken."""
+    """Notes which way a tensor took."""
 
     def stage(self, flat: Tensor) -> Tensor:
         log.append("stage")
@@ -66,7 +66,7 @@ def shared() -> Iterator[Workers]:
 
 @pytest.fixture(params=["shared", "staged", "tcp"])
 def two(request: pytest.FixtureRequest) -> Iterator[Workers]:
-    """On every way."""
+    """Two workers, for each way that tensors take."""
     options: dict[str, Any] = {
         "shared": {},
         "staged": {"cuda_ipc": False},
@@ -100,7 +100,7 @@ def total_on_a_stream_of_its_own(x: Tensor, seconds: float = 0.0) -> float:
 
 
 def late(value: float) -> Tensor:
-    """Is written to about a second from now."""
+    """A tensor that is written to about a second from now."""
     made = torch.zeros(LARGE, device="cuda:0")
     torch.cuda._sleep(2_000_000_000)
     return made.fill_(value)
@@ -199,7 +199,7 @@ def test_the_sender_may_overwrite_a_tensor_when_the_call_has_left(two):
         rpc.rpc_sync("w1", zero_kept)
         first = float(answer.wait().sum())
         assert first in (0.0, 3.0 * LARGE)  # one or the other, nothing in between
-        # What has come is a copy.
+        # What arrived is a copy.
         again = rpc.rpc_sync("w1", overwrite_later)
         again.fill_(9)
         assert float(rpc.rpc_sync("w1", overwrite_later).sum()) == 0
@@ -209,7 +209,7 @@ def test_the_sender_may_overwrite_a_tensor_when_the_call_has_left(two):
 
 def test_what_is_still_being_written_arrives_written(two):
     def case():
-        rpc.rpc_sync("w1", echo, (torch.zeros(LARGE, device="cuda:0"),))  # CUDA has started
+        rpc.rpc_sync("w1", echo, (torch.zeros(LARGE, device="cuda:0"),))  # to start CUDA
         for value in (1.0, 2.0):
             x = late(value)
             assert rpc.rpc_sync("w1", total_on_a_stream_of_its_own, (x,)) == value * LARGE

@@ -1,4 +1,4 @@
-"""Who waits for the others at the end is told when one of them will never come."""
+"""A worker that waits for the others at shutdown is told when one of them will never come."""
 
 import signal
 import time

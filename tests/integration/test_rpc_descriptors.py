@@ -1,4 +1,4 @@
-"""A worker that has no descriptor left lets nobody in for a while, says so, and takes no core for it."""
+"""A worker that has no descriptor left lets nobody in for a while, says so, and does not burn a core over it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def join_by(transport: str) -> None:
 
 
 def use_all() -> None:
-    """Leave no descriptor."""
+    """Use up all descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
     while True:

@@ -86,7 +86,7 @@ def call(to: Any) -> Any:
 
 
 def call_in_the_end(to: str) -> Any:
-    """Until the name means one who answers."""
+    """Call until the name means a worker that answers."""
 
     def attempt():
         try:
@@ -105,7 +105,7 @@ def test_who_comes_later_calls_and_is_called_at_once(trio):
     new = trio.more()
     trio.on(new, rpc_workers.join_dynamic, "late")
     assert trio.on(new, call, "w0") == 6
-    # Nobody has told w1 of it: the first look at the journal does.
+    # w1 has not been told of it: its first look at the journal shows it.
     assert trio.on(1, call, "late") == 6
     assert trio.on(2, call, 3) == 6, "by its number"
 
@@ -192,7 +192,7 @@ def test_one_that_has_left_is_unknown_and_calls_to_it_fail_at_once(trio):
     def case():
         eventually(lambda: "w1" not in names())
         for to in ("w1", number):
-            # Until its connection has ended, too, it may be that.
+            # Until its connection has ended too, the error may be about that.
             eventually(lambda to=to: "could not find destination" in refused(to))
 
     def refused(to):
@@ -338,7 +338,7 @@ def test_who_comes_with_the_rank_of_one_that_is_gone_is_not_taken_for_it(trio, e
     def use_held():
         with timed(1), pytest.raises(PeerLost, match="which owns the value, is lost"):
             rpc_workers.held["it"].to_here()
-        # What passes it on, too.
+        # So does a call through the reference.
         with timed(1), pytest.raises(PeerLost, match="which owns the value, is lost"):
             rpc_workers.held["it"].rpc_sync().bit_length()
 

@@ -1,7 +1,7 @@
-"""A member that was taken over calls everything there is, through every door; the worker with a list runs none of it.
+"""A compromised member calls everything there is, through every door; the worker with a list runs none of it.
 
-``w1`` keeps the list; ``w0`` is the member. What is tried is found by walking ``dir()``, so methods of later versions of torch are
-tried, too. ``w1`` hears by an audit hook what Python opens, loads and starts, and its files lie in a folder that stays empty.
+``w1`` keeps the list; ``w0`` is the member. What is tried is found by walking ``dir()``, so methods of later versions of torch
+are tried, too. ``w1`` hears from an audit hook what Python opens, loads and starts in a folder, which stays empty.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rpc_workers import Workers
 
 pytestmark = [pytest.mark.integration]
 
-# All of these may be called, but for what reaches beyond them.
+# All of these may be called, except for what reaches beyond them.
 LISTED = [
     "torch.Tensor",
     "torch.nn.Parameter",
@@ -132,7 +132,7 @@ def of_the_package() -> list[Any]:
                         inner = inspect.unwrap(getattr(each, "__func__", each))
                         if isinstance(inner, types.FunctionType):
                             found[f"{inner.__module__}.{inner.__qualname__}"] = inner
-    # These are how a gathering goes on. With other arguments they fail.
+    # Those by which a gathering goes on are among them; with other arguments they fail.
     return [found[each] for each in sorted(found)]
 
 
@@ -160,7 +160,7 @@ def call_everything(path: str) -> tuple[int, list[str]]:
     functions += [torch.ones(1).numpy, np.ones(1).tofile, torch.Tensor.apply_, rpc.RRef]
     tried, ran = 0, []
     for number, func in enumerate(functions):
-        # Each through one door; those after it through the next.
+        # Each through one door, and the one after it through the next.
         for door in DOORS[number % len(DOORS) :][:1]:
             tried += 1
             try:
@@ -183,7 +183,7 @@ def test_no_function_of_our_own_or_of_torch_or_python_is_called(besieged, tmp_pa
     assert ran == []
     assert besieged.on(1, lambda: heard) == []
     assert list(folder.iterdir()) == []
-    # It serves all the same.
+    # It still serves.
     assert besieged.on(0, lambda: rpc.rpc_sync("w1", make, ("tensor",)).tolist()) == [
         [1, 1],
         [1, 1],
@@ -247,7 +247,7 @@ def _called(module: str, name: str) -> bytes:
     return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
 
 
-# Instructions that run code, or lead to it, as a hand writes them. Each is the function in a call.
+# Handwritten pickle instructions that run code, or lead to it. Each takes the function's place in a call.
 OPCODES = {
     "reduce": _called("os", "mkdir") + b"(V{path}\ntR",
     "reduce of eval": _called("builtins", "eval") + b"(V__import__('os').mkdir('{path}')\ntR",

@@ -22,7 +22,7 @@ from rpc_workers import Workers, eventually, timed
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
 
-# Seconds in which a death on the same host is to be noticed.
+# Seconds in which a death on the same host must be noticed.
 NOTICED = 0.1
 happened: list[Any] = []
 
@@ -198,7 +198,7 @@ def test_what_the_dead_have_asked_for_is_given_up():
 
         workers.on(1, lambda: eventually(has_given_up))
         workers.on(1, let_end)
-        time.sleep(0.3)  # what still stood in the queue would be done now
+        time.sleep(0.3)  # what was still in the queue would be done by now
         assert sorted(map(str, workers.on(1, seen))) == ["0", "cancelled", "dozes"]
 
 
@@ -372,12 +372,12 @@ def test_a_worker_of_another_job_is_not_taken_for_ours():
 
 
 def join_with_list() -> None:
-    """All take calls of this module, of torch, and of a few builtins only."""
+    """All accept only calls of this module, of torch, and of a few builtins."""
     rpc_workers.join(allowed_modules=[double.__module__, "torch", "collections", "builtins.slice"])
 
 
 class Sneaky:
-    """Names what must not be named, on a way that looks allowed."""
+    """Names what must not be named, in a way that looks allowed."""
 
     def __init__(self, *names: Any) -> None:
         self.names = names

@@ -65,7 +65,7 @@ def count(items: int) -> Iterator[int]:
 
 
 class Place:
-    """Agents in one process, that meet in one store."""
+    """Agents in one process that meet in one store."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -109,13 +109,13 @@ def call_async(agent: Agent, to: str, func: Any, *args: Any, timeout: float = -1
 
 
 def dies(agent: Agent) -> None:
-    """As if its process had been killed: it says nothing to anybody."""
+    """Die as if the process had been killed: it says nothing to anybody."""
     agent.group.leave = lambda *_: None  # type: ignore[method-assign]
     agent.close()
 
 
 def never_answers(place: Place, name: str, *transports: str) -> Agent:
-    """A member that is there, and whose process does nothing, as if it were stopped."""
+    """A member whose process does nothing, as if it were stopped."""
     agent = place.join(name, *transports)
     for listener in agent.acceptor.listeners:
         agent._poller.remove(listener.fileno())
@@ -203,7 +203,7 @@ def test_arguments_that_take_long_to_pickle_cost_no_more_than_the_time_out(
             call(a, "b", len, [Slow() for _ in range(100)], timeout=0.3)
         else:
             call_async(a, "b", len, [Slow() for _ in range(100)], timeout=0.3).wait()
-    # So many take longer, however fast the machine is.
+    # That many take longer, however fast the machine is.
     assert Slow.pickled <= 8
     assert not a.route("b").calls
     assert call(a, "b", len, [Slow()], timeout=60.0) == 1
@@ -277,7 +277,7 @@ def test_an_answer_that_nobody_waits_for_gives_its_memory_back(place: Place) -> 
     futures[0].cancel()
     with pytest.raises(RpcTimeout):
         call(a, "b", give_at_gate, 1 << 20, timeout=0.1)
-    # Who waits reads, and has nobody else read when it is done: not for calls that wait for nothing any more.
+    # A thread that waits also reads. When it is done, nobody else need read for calls that wait for nothing any more.
     with pytest.raises(RpcTimeout):
         call(a, "b", nap, 0.3, timeout=0.05)
     GATE.set()
@@ -400,7 +400,7 @@ def test_a_call_that_failed_keeps_nothing(place: Place) -> None:
         pass
 
     def fail() -> weakref.ref[Large]:
-        large = Large()  # in a frame that calls
+        large = Large()  # held by the frame that calls
         with pytest.raises(PeerLost):
             call_async(a, "b", add, 1, 2).wait()
         return weakref.ref(large)
@@ -415,7 +415,7 @@ def test_a_worker_that_has_gone_is_lost_and_not_unknown(place: Place) -> None:
     rank = b.me.id
     b.group.leave("it was tired")
     b.close()
-    # Until its watcher has read that, it says that nobody listens there.
+    # Until a's watcher has read that, the error says that nobody listens there.
     eventually(lambda: all(each.name != "b" for each in a.group.members()[1]))
     for to in ("b", rank, WorkerInfo("b", rank)):
         with pytest.raises(PeerLost, match="'b' is lost: could not find destination.*it was tired"):
@@ -432,7 +432,7 @@ async def sleep(seconds: float) -> None:
 def test_a_coroutine_whose_time_is_up_is_not_taken_for_cancelled(place: Place) -> None:
     a, b = place.join("a"), place.join("b")
     for _ in range(10):
-        # Of half a millisecond nothing is left in what the callee is told: its time is up first.
+        # The callee is told whole milliseconds, rounded down, so its time is up first.
         with pytest.raises(RpcTimeout):
             call(a, "b", sleep, 1.0, timeout=0.0209)
     eventually(b.is_idle)
@@ -463,7 +463,7 @@ def test_a_descriptor_that_does_not_come_is_the_loss_of_the_peer(place: Place) -
     assert call(a, "b", add, 1, 2) == 3
     (incoming,) = b.connections.incoming
     assert incoming.sharing is not None
-    incoming.sharing._announce = lambda _: True  # type: ignore[method-assign]  # it does not leave
+    incoming.sharing._announce = lambda _: True  # type: ignore[method-assign]  # it is not sent
     with pytest.raises(PeerLost, match="descriptor"):
         call(a, "b", give, 1 << 20)
     assert call(a, "b", give, 1 << 20).numel() == 1 << 20
@@ -489,7 +489,7 @@ def test_references_in_messages_that_a_broken_connection_lost_are_let_go(place: 
     assert a.rrefs.diagnostics()["forks"] == 2
     outgoing.line._sock.shutdown(socket.SHUT_RDWR)
     eventually(lambda: a.rrefs.diagnostics()["forks"] == 1)
-    # What is still read later, of what had come on the old connection, is no reference any more.
+    # A reference that arrived on the old connection but is read only later no longer counts.
     assert b.rrefs.receive(lost).gone
     assert b.rrefs.is_confirmed(came.fork_id)
 
@@ -524,7 +524,7 @@ def test_who_waits_for_an_own_value_that_never_comes_waits_no_longer_than_the_ca
 
 
 def wait_for_own(fork: Any) -> Any:
-    """Made here from a reference that has come, as if it were the argument."""
+    """Receive a reference as if it were the argument, and wait for its value here."""
     agent = CURRENT[0]
     agent.rrefs.receive(fork)
     return RRef._of_own(agent, fork.rref_id).local_value()
@@ -542,7 +542,7 @@ def test_a_fetch_that_was_given_up_before_it_began_leaves_nothing(place: Place) 
     request.cancel()
     b.rrefs.serve(request, Kind.FETCH, (rref_id,))
     assert not b.rrefs._values
-    # The one that has answered may hold its lock a moment longer.
+    # The thread that has answered may hold its lock a moment longer.
     eventually(lambda: incoming.is_idle)
 
 

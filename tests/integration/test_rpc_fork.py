@@ -1,4 +1,4 @@
-"""A child that is forked from a worker is no worker: it can harm nobody, and can become one."""
+"""A child that is forked from a worker is no worker: it can harm nobody, but it can become one."""
 
 import contextlib
 import gc
@@ -29,7 +29,7 @@ from tcp_stores import ServedStore
 
 pytestmark = pytest.mark.integration
 
-# What a child may take.
+# Seconds that a child may take.
 LIMIT = 60.0
 LARGE = 4 << 20
 
@@ -95,7 +95,7 @@ def refused(act: Callable[[], Any]) -> str | None:
 
 
 def uses_of_all_there_is() -> dict[str, str]:
-    """Tries everything in a child; what did not go as it should."""
+    """Try everything in a child. Returns what did not go as it should."""
     pending = rpc.rpc_async("w1", nap, (0.5,))
     done = rpc.rpc_async("w1", add, (1, 1))
     assert done.wait() == 2
@@ -167,7 +167,7 @@ def test_every_call_in_a_child_is_refused_and_the_parent_goes_on(duo):
 
 
 def held(*kinds: str) -> int:
-    """This process's descriptors of these kinds."""
+    """How many descriptors of these kinds this process has."""
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ def held(*kinds: str) -> int:
 
 
 def sockets_of_children() -> tuple[int, int, int, int]:
-    """Sockets here, and those of them that are an agent's; sockets of a child, and its epolls and eventfds."""
+    """Number of sockets here, and of those that are an agent's; number of sockets in a child, and of its epolls and eventfds."""
     rpc.rpc_sync("w1", add, (1, 2))
     rpc.rpc_sync("w0", add, (1, 2))
     here = held("socket:")
@@ -204,7 +204,7 @@ def forked_and_asleep() -> int:
 
 
 def call_what_dies() -> float:
-    """Seconds until that is known."""
+    """Seconds until the death is noticed."""
     future = rpc.rpc_async("w1", nap, (LIMIT,))
     assert rpc.rpc_sync("w1", add, (2, 2)) == 4
     held_by_child = rpc.rpc_sync("w1", forked_and_asleep)
@@ -234,7 +234,7 @@ def large(fill: int) -> torch.Tensor:
 
 
 def children_that_drop_all(rounds: int) -> int:
-    """Calls from several threads, and forks amid them whose children drop whatever they have; wrong answers."""
+    """Call from several threads, and meanwhile fork children that drop whatever they have. Returns how many answers are wrong."""
     wrong: list[Any] = []
     ends = threading.Event()
 
@@ -250,8 +250,8 @@ def children_that_drop_all(rounds: int) -> int:
                 wrong.append(rref)
 
     held = rpc.rpc_sync("w1", large, (77,))
-    # Each of torch's functions that threads or children use is used once before. The first use of one sets something up
-    # under a lock of the C library or of torch, and a child that is forked at that moment never gets it.
+    # Each of torch's functions that threads or children use is used once before. Its first use sets something up under a
+    # lock of the C library or of torch, and a child that is forked at that moment never gets that lock.
     torch.equal(held + 1, large(78))
     bool(held.eq(77).all()), int(held.min()), int(held.max())
     kept.append(rpc.remote("w1", large, (78,)))
@@ -376,7 +376,7 @@ def forked_process() -> Any:
 
 
 def fork_and_return() -> int:
-    """Served; its child comes back out of it, into threads that are not there."""
+    """Runs as a served call; its child returns from it into threads that do not exist there."""
     child = os.fork()
     if not child:
         assert rpc.current_call() is None
@@ -463,7 +463,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_children():
     go_on.set()
     holder.join()
     with lock:
-        # A child of the very thread that holds it leaves the block as well.
+        # A child forked by the very thread that holds it also leaves the block.
         assert told_by_child(lambda: lock.__exit__() or take())
 
 

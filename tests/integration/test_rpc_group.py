@@ -1,4 +1,4 @@
-"""Groups over real stores: what all see, what dies in the middle, what a join costs."""
+"""Groups over real stores: what all see, what dies halfway, what a join costs."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ KINDS = ["tcp", "tcp-old", "file", "hash", "memory"]
 
 
 class Place:
-    """A store that several processes would open: ``open()`` is one process's object."""
+    """A store that several processes would open. Each ``open()`` returns the object of one process."""
 
     def __init__(self, kind: str, folder: Any) -> None:
         self.kind = kind
@@ -209,7 +209,7 @@ def test_a_fault_of_one_member_is_the_same_error_on_all(tcp: Place, tmp_path: An
 
 
 def test_a_wait_for_less_than_a_millisecond_ends(place: Place) -> None:
-    # c10d takes no milliseconds for no limit.
+    # c10d takes zero milliseconds for no limit.
     calls = Calls(place.open())
     ended = threading.Event()
     waits = threading.Thread(
@@ -409,14 +409,14 @@ def test_who_reports_and_dies_does_not_keep_the_lost_one_in(place: Place) -> Non
     a = DynamicGroup.join(place.open(), member("a"), 0, 5.0)
     b = DynamicGroup.join(place.open(), member("b"), 1, 5.0)
     with closing(a, b):
-        # Another's report, which ended before its journal entry.
+        # A report by another member, which died before it made its journal entry.
         place.open().set(f"rpc/gone/1/{b.me.incarnation}", "somebody")
         a.report_lost(b.me, "silent")
         assert names(a) == ["a"]
 
 
 def test_many_reports_of_one_death_are_one_entry(tcp: Place) -> None:
-    # A second takes a minute on it: who has to be waited for is never given up.
+    # A second of this clock takes a minute, so nobody who has to be waited for is given up.
     clock = ManualClock(rate=1 / 60)
     groups = [DynamicGroup.join(tcp.open(), member(f"w{i}"), i, 5.0, clock=clock) for i in range(6)]
     with closing(*groups):
@@ -491,7 +491,7 @@ def test_a_store_that_ends_is_noticed_and_said(tmp_path: Any, caplog: Any) -> No
         group.close()
 
 
-# -- death in the middle --------------------------------------------------------------------------
+# -- death halfway --------------------------------------------------------------------------------
 
 
 def start(program: str, *args: str) -> subprocess.Popen[str]:
@@ -503,7 +503,7 @@ def start(program: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-# Joins, and stops where its place in the journal is taken and nothing stands there yet.
+# Joins, and stops when it has taken its place in the journal but has not written anything there yet.
 STOPS_IN_THE_MIDDLE = """
 import os, sys, threading, torch.distributed as dist
 from rallypoint.rpc.groups.dynamic_group import DynamicGroup

@@ -1,4 +1,4 @@
-"""A tensor that a function returns as it came goes back in the memory that it came in; one that others use does not."""
+"""A tensor that a function returns as it came goes back in the memory it came in; one that others still use does not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two() -> Iterator[Workers]:
         workers.run(rpc_workers.leave)
 
 
-# -- what is called: each returns what came, changed by one at most ------------------------------
+# -- what is called: each returns what came, changed by at most one ------------------------------
 
 
 def same(x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def part(x: torch.Tensor) -> torch.Tensor:
 
 
 def calls(func: Callable[..., Any], name: str = "") -> tuple[bool, list[float]]:
-    """Three calls in a row; whether nothing was copied back, and by how much each answer differs from what was sent."""
+    """Call three times. Returns whether nothing was copied back, and by how much each answer differs from what was sent."""
     given = torch.arange(LENGTH, dtype=torch.float32)
     found = []
     for _ in range(3):
@@ -150,7 +150,7 @@ def two_views() -> bool:
 
 
 def kept_there() -> list[float]:
-    """The second number of each that the callee has kept."""
+    """The second number of each tensor that the callee has kept."""
     found = []
     for each in KEPT:
         thing = each.wait() if isinstance(each, torch.futures.Future) else each

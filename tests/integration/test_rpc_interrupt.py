@@ -1,4 +1,4 @@
-"""Ctrl-C is felt in whatever waits; asyncio's cancellation is quiet; pooled memory goes back by itself."""
+"""Ctrl-C is felt in whatever waits; asyncio's cancellation is quiet; pooled memory goes back on its own."""
 
 import asyncio
 import os
@@ -20,10 +20,10 @@ from rpc_workers import Workers, eventually
 
 pytestmark = pytest.mark.integration
 
-# What is waited for takes so long; Ctrl-C is felt at once.
+# Seconds that each wait would take, and within which Ctrl-C is felt.
 LONG = 30.0
 FELT = 0.5
-# Where it cannot be tried again: a busy machine may stand still for a moment.
+# For what cannot be tried again: a busy machine may stand still for a moment.
 FELT_ONCE = LONG / 3
 
 
@@ -38,7 +38,7 @@ def slowly() -> Iterator[int]:
 
 
 def interrupted_after(act: Callable[[], Any]) -> float:
-    """Seconds from Ctrl-C until it is felt; a moment after ``act`` has begun."""
+    """Press Ctrl-C a moment after ``act`` has started. Returns the seconds until it is felt."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     pressed: list[float] = []
 
@@ -74,7 +74,7 @@ def interrupt_in_block() -> None:
 
 
 def slow_ones() -> dict[str, float]:
-    """What did not feel it in time."""
+    """What did not feel Ctrl-C in time."""
     future = rpc.rpc_async("w1", nap, (LONG,))
     following = future.then(lambda done: done.value())
     theirs = rpc.remote("w1", nap, (LONG,))
@@ -126,7 +126,7 @@ async def give_up_and_end() -> None:
     async def wait() -> None:
         await rpc.rpc_async("w1", nap, (0.3,))
 
-    # The loop ends with this one on its way.
+    # The loop ends while this call is under way.
     kept.append(asyncio.ensure_future(wait()))
     await asyncio.sleep(0)
 
@@ -138,7 +138,7 @@ def test_what_asyncio_gives_up_is_quiet():
     with Workers(2) as workers:
         workers.run(rpc_workers.join_dynamic)
         workers.on(0, lambda: asyncio.run(give_up_and_end()))
-        # Cancelled calls are completed by now.
+        # Wait until the cancelled calls are completed.
         workers.on(0, lambda: eventually(lambda: not rpc.statistics()["calls"]["under_way"]))
         workers.on(0, lambda: rpc.rpc_sync("w1", nap, (0.5,)))
         assert "error" not in workers.output(0).lower()

@@ -34,7 +34,7 @@ def two() -> Iterator[Workers]:
 
 @pytest.fixture
 def narrow() -> Iterator[Workers]:
-    """Two workers that take little."""
+    """Two workers with low limits."""
     with Workers(2) as workers:
         workers.run(be_narrow)
         workers.run(rpc_workers.join)
@@ -51,7 +51,7 @@ def count(tensors: Any) -> int:
 
 
 def rows(number: int) -> list[torch.Tensor]:
-    """As many parts of one tensor; each travels on its own."""
+    """This many parts of one tensor; each travels on its own."""
     return list(torch.zeros(number, 4).unbind(0))
 
 
@@ -191,7 +191,7 @@ def echo(thing: Any) -> Any:
 
 @pytest.mark.parametrize("transport", ["uds", "tcp"])
 def test_bytes_and_arrays_may_be_larger_than_a_pickle(transport: str) -> None:
-    """The limit of a payload is not theirs, in requests and in answers."""
+    """The limit of a payload does not apply to them, in requests or in answers."""
     size = 4 * SMALL.payload
 
     def case() -> None:
@@ -206,7 +206,7 @@ def test_bytes_and_arrays_may_be_larger_than_a_pickle(transport: str) -> None:
         workers.run(rpc_workers.leave)
 
 
-# More than a pickle may have. Of zeros, which take no memory before they are copied.
+# More than a pickle may have. They are zeros, which take no memory until they are copied.
 LARGE = frames.LIMITS.payload + (100 << 20)
 
 

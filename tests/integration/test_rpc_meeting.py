@@ -1,4 +1,4 @@
-"""Where members meet when they bring no store: whoever comes first waits for it, quietly, and not for ever."""
+"""Where members meet when they bring no store: whoever comes first waits for it, quietly and not forever."""
 
 import ctypes
 import os

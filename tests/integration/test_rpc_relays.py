@@ -1,4 +1,4 @@
-"""Somebody on the way between two workers, who can change what they send each other: over TCP, with what is the default."""
+"""A relay between two workers that can change what they send each other: over TCP, with the defaults."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def address() -> tuple[str, int]:
 
 
 def lead_astray(worker: str, where: tuple[str, int]) -> None:
-    """As if the relay's address stood in the worker's record."""
+    """Put the relay's address into the worker's record."""
     rpc.api._get_current_rpc_agent().group.find(worker).addresses["tcp"] = where
 
 
 def divert(where: tuple[str, int]) -> None:
-    """As a router does that leads packets elsewhere: this worker does not notice."""
+    """Redirect this worker's connections without it noticing, as a router would."""
     connect = tcp.connect
     tcp.connect = lambda _, *rest: connect(where, *rest)
 
@@ -63,7 +63,7 @@ def group() -> Iterator[tuple[Workers, Relay]]:
 
 def call(number: int) -> str:
     try:
-        # A request that does not arrive is one that is not answered: nobody can tell, until the next one comes.
+        # A request that does not arrive is like one that is not answered: nobody can tell until the next one arrives.
         return str(rpc.rpc_sync("w1", note, (number,), timeout=3.0))
     except (PeerLost, RpcTimeout) as error:
         return f"lost: {error}"
@@ -77,11 +77,11 @@ def test_what_a_relay_alters_is_refused_and_the_group_goes_on(
     relay.alter = unchanged
     assert workers.on(0, call, 1) == "1"
     before = workers.on(1, lambda: (len(done), rpc.statistics()["changed_frames"]))
-    # In a connection that has been used already: numbers are those of the stream.
+    # In a connection that has been used already: messages are numbered along the stream.
     altered = relay.alter_next(how)
     said = [workers.on(0, call, 2), workers.on(0, call, 3), workers.on(0, call, 4)]
     assert altered
-    # One was lost with the connection, at most two where the answer had come already; the next has a new one.
+    # One call was lost with the connection, at most two if the answer had already arrived; the next has a new connection.
     assert said[2] == "4"
     lost = [each for each in said if each.startswith("lost")]
     assert lost or how == "said twice"

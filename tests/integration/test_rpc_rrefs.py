@@ -116,7 +116,7 @@ def is_confirmed(rref: Any) -> bool:
 
 
 def pass_on(rref: Any, ways: list[str]) -> Any:
-    """Through all of these workers, which keep nothing; the last one fetches."""
+    """Pass it through all of these workers, which keep nothing; the last one fetches."""
     if not ways:
         return rref.to_here().number
     return rpc.rpc_sync(ways[0], pass_on, (rref, ways[1:]))
@@ -287,7 +287,7 @@ def test_a_reference_that_was_passed_on_keeps_the_value_when_the_first_one_goes(
 
 
 def test_a_reference_that_is_on_its_way_keeps_the_value(trio):
-    """The caller drops its own before the callee has even begun."""
+    """The caller drops its own before the callee has even started."""
 
     def case():
         for number in range(20):
@@ -444,7 +444,7 @@ def test_values_that_only_the_dead_referred_to_are_let_go():
 
         workers.on(0, hold)
         assert workers.on(1, living) == 1
-        # w1 refers to a value of w0's; w0 to one of w1's.
+        # w1 refers to a value of w0's, and w0 to one of w1's.
         workers.kill(0)
         workers.on(1, lambda: eventually(lambda: living() == 0))
 
@@ -477,7 +477,7 @@ def test_a_leak_is_named_at_shutdown():
             rpc.rpc_sync("w1", keep, ("theirs", rpc_workers.held["mine"]))
 
         def leave():
-            # What torch's own suite does: references of others are not given back before.
+            # As torch's own suite does: references of others are not given back first.
             finalization._delete_all_user_and_unforked_owner_rrefs = lambda *_: None
             try:
                 rpc.shutdown()
@@ -511,7 +511,7 @@ def test_references_cannot_be_used_after_shutdown():
 
 
 def absent(rref: Any) -> None:
-    """Taken away from w1."""
+    """Removed on w1."""
 
 
 def lacks_a_function() -> None:
@@ -523,7 +523,7 @@ def count_owned() -> int:
 
 
 def test_a_reference_in_a_call_that_could_not_be_read_is_let_go(trio):
-    """The callee does not find the function, so it does not come to the reference among the arguments."""
+    """The callee does not find the function, so it does not get to the reference among the arguments."""
 
     def case() -> None:
         rref = rpc.remote("w1", Value, (3,))

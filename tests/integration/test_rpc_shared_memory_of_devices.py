@@ -67,7 +67,7 @@ class Files:
 
 
 def install(folder: str) -> None:
-    """Floating-point tensors live on the device from here on, which all workers see."""
+    """From here on, floating-point tensors live on the device, which all workers see."""
     cuda_ipc.memory = Files(folder)
     reduce, decide, pack = TensorWriter.reduce, cuda_ipc.decide, payload.pack
 
@@ -175,7 +175,7 @@ def test_what_is_sent_to_oneself_is_handed_over(two):
 def test_calls_that_nobody_waits_for_hold_no_blocks(two, tmp_path):
     def case():
         rpc.rpc_sync("w1", total, (ones(),))
-        # Given up before it is begun, while it runs, and when its answer is on the way.
+        # Given up before they start, while they run, and while their answers are on the way.
         calls = [rpc.rpc_async("w1", nap, (0.2, ones(), i)) for i in range(40)]
         for each in calls:
             each.cancel()

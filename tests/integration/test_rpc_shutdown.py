@@ -1,4 +1,4 @@
-"""The beginning and the end: what is refused before and after, what an end waits for, and that it comes."""
+"""Start and shutdown: what is refused before and after, what a shutdown waits for, and that it ends."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def nap(seconds: float) -> float:
 
 
 def nap_then_call(seconds: float, to: str) -> None:
-    """A function that still calls others when its caller has long been at its end."""
+    """A function that still calls others when its caller has long been shutting down."""
     time.sleep(seconds)
     rpc.rpc_sync(to, note, (rpc.get_worker_info().name,))
 
@@ -181,7 +181,7 @@ def test_a_member_that_never_comes_is_named_and_what_was_begun_is_given_back():
         assert workers.run(rpc_workers.resources) == before
 
 
-# -- the end ------------------------------------------------------------------------------------
+# -- shutdown -----------------------------------------------------------------------------------
 
 
 def test_an_end_in_good_order_serves_what_late_ones_still_ask_for():
@@ -210,13 +210,13 @@ def test_an_end_waits_for_one_that_still_works():
             rpc.shutdown()
             return began, time.monotonic()
 
-        # All processes of a host share this clock; who was to wait may have begun late.
+        # All processes of a host share this clock; the one that was to wait may have started late.
         (_, ended), (began, _) = workers.run(end)
         assert ended > began
 
 
 def test_an_end_compares_counts_of_its_own_and_not_the_statistics():
-    """Statistics may lose an addition of several threads; an end that went by them could come too early."""
+    """Statistics may lose additions made by several threads at once; a shutdown that relied on them could end too early."""
 
     def call() -> None:
         for _ in range(5):
@@ -235,7 +235,7 @@ def test_an_end_compares_counts_of_its_own_and_not_the_statistics():
             workers.on(0, call)
             workers.run(lose_statistics)
             assert workers.on(0, work) == (5 * times, 0)
-            # Counted after the answer has gone.
+            # It is counted after the answer has been sent.
             workers.on(1, lambda n=5 * times: eventually(lambda: work() == (0, n), 10 * pace()))
         workers.run(rpc_workers.leave)
 
@@ -409,7 +409,7 @@ def test_the_end_of_one_is_no_surprise_to_those_who_are_idle():
 
 
 def test_what_was_asked_of_a_worker_before_it_served_is_not_lost():
-    """Its listener is there before it has come to the end of its init."""
+    """Its listener is up before its init has finished."""
     with Workers(2) as workers:
 
         def come():
@@ -440,7 +440,7 @@ def in_threads(*acts: Any) -> list[Any]:
 
 
 def called(threads: int) -> bool:
-    """Whether so many threads are in a call of shutdown."""
+    """Whether this many threads are in a call of shutdown."""
     return sum("rpc/finalization.py" in each for each in stacks()) >= threads
 
 
@@ -585,7 +585,7 @@ def test_a_handler_that_interrupts_an_end_may_end_it_at_once_but_not_wait_for_it
 
             def interrupt():
                 eventually(lambda: called(1))
-                # Python sees a signal only later if it comes just before the main thread begins to wait: send another one.
+                # Python sees a signal only later if it comes just before the main thread starts to wait: send another one.
                 while not over.wait(0.2):
                     signal.pthread_kill(main, signal.SIGUSR2)
 

@@ -1,4 +1,4 @@
-"""Handlers of signals make calls of their own, while the main thread waits in one."""
+"""Signal handlers make calls of their own while the main thread waits in one."""
 
 import os
 import random
@@ -97,7 +97,7 @@ def test_a_handler_has_run_when_the_call_returns_that_it_was_late_in():
         workers.run(rpc_workers.join)
 
         def case():
-            interruptions._AGAIN = 20.0  # it is not sent again meanwhile
+            interruptions._AGAIN = 20.0  # the signal is not sent again meanwhile
             ran = []
             signal.signal(signal.SIGUSR1, lambda *_: ran.append(True))
             counts = []
@@ -127,7 +127,7 @@ def test_a_handler_that_shuts_down_waits_for_the_call_that_it_has_interrupted():
 
 
 class Alarms:
-    """SIGALRM at random, as soon again as its handler is done."""
+    """SIGALRM at random, set again as soon as its handler is done."""
 
     def __init__(self, act):
         self.act, self.count, self.chance = act, 0, random.Random(7)
@@ -153,7 +153,7 @@ class Alarms:
 
 
 def call_in_turn(alarms):
-    """One of the ways, another each time."""
+    """Call in one of the ways, a different one each time."""
     n = alarms.count
     match n % 6:
         case 0:
@@ -177,7 +177,7 @@ def there_and_back(a, b):
 
 
 def doings():
-    """What the main thread is at."""
+    """What the main thread may be doing."""
 
     def small():
         assert rpc.rpc_sync("w1", add, (20, 1)) == 21
@@ -207,7 +207,7 @@ def doings():
 
 
 def amid_alarms(act):
-    """What the main thread is at, each until the handler has struck often; the calls of each kind."""
+    """Do each of the main thread's doings until the handler has struck often. Returns how often each was done."""
     done = {}
     for each in doings():
         with Alarms(act) as alarms:
@@ -230,7 +230,7 @@ def test_calls_in_handlers_at_random_amid_calls_of_every_kind(transport):
 
 
 def struck_down():
-    """A handler that raises what sockets raise, amid calls; those that it has ended, and those that it has not."""
+    """A handler raises what sockets raise, amid calls. Returns how many it ended, how many it did not, and a last answer."""
     ended = whole = 0
 
     def out(number, frame):

@@ -1,4 +1,4 @@
-"""A caller that does not read its answers: they do not pile up without end where they are made."""
+"""A caller that does not read its answers: they do not pile up without limit where they are made."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def settled() -> bool:
 @pytest.mark.parametrize("is_known", [False, True], ids=["new function", "known to be long"])
 @pytest.mark.parametrize("transport", ["uds", "tcp"])
 def test_answers_that_nobody_reads_hold_up_further_calls_and_none_is_lost(transport, is_known):
-    """Those of a function that is known to be long wait in line, read already, when the others are still unread."""
+    """Calls of a function known to be long wait in line, already read, while the others are still unread."""
     calls = 200
     with Workers(2) as workers:
         workers.run(lambda: rpc_workers.join(transports=(transport,), in_flight_bytes=8 * MIB))

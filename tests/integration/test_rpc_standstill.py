@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.integration]
 # More than the kernel keeps for both ends of a connection.
 MANY = 8_000_000
 HEARTBEAT = 1.0
-# Seconds: what ended a connection before was over by then.
+# Seconds: whatever used to end a connection would have done so by then.
 STILL = 3.5
 
 
@@ -59,7 +59,7 @@ def is_stuck() -> bool:
 
 
 def begin(func, *args) -> None:
-    # On another thread: who sends waits for a peer that does not read.
+    # On another thread, as the sender waits for a peer that does not read.
     pool = rpc_workers.held["pool"] = ThreadPoolExecutor(1)
     rpc_workers.held["call"] = pool.submit(rpc.rpc_sync, "w1", func, args, timeout=60)
 
@@ -195,7 +195,7 @@ rpc.shutdown()
 @pytest.mark.netns
 @pytest.mark.faults
 def test_a_host_that_is_cut_off_while_its_process_stands_still_is_lost(tmp_path: Path):
-    """Its window is shut and its kernel answers; then it does not answer any more."""
+    """Its window is shut and its kernel answers; then the kernel no longer answers."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and iproute2 for network namespaces")
     (tmp_path / "host.py").write_text(HOST)
@@ -242,7 +242,7 @@ def test_a_host_that_is_cut_off_while_its_process_stands_still_is_lost(tmp_path:
         began = time.monotonic()
         say("cut")
         assert "its host has not answered for 1 s" in a.stdout.readline()
-        # The kernel asks a closed window after as long again as it has been closed.
+        # The kernel probes a closed window again after as long as it has been closed.
         assert time.monotonic() - began < 15.0 * pace() + (began - stopped)
         assert a.wait(30) == 0
     finally:

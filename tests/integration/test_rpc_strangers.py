@@ -52,7 +52,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
 
 
 def serves() -> None:
-    """A healthy peer's calls: here the agent's own, which take the way of all others."""
+    """A healthy peer's calls: here the agent's own, which take the same path as all others."""
     assert rpc.rpc_sync("w0", torch.add, (torch.ones(2), 1), timeout=10.0).tolist() == [2.0, 2.0]
 
 
@@ -78,11 +78,11 @@ def _only_the_stranger_pays(agent: Agent) -> Iterator[None]:
     before = descriptors()
     yield
     serves()
-    # There may be fewer: what an earlier test has forgotten in a cycle ends with a collection of garbage.
+    # There may be fewer: garbage collection closes what an earlier test has left in a cycle.
     with contextlib.suppress(AssertionError):
         until(lambda: descriptors() <= before, "descriptors are left over")
     assert descriptors() <= before
-    # Threads of the pool stay for a while; there are never more than may work, and a few that wait.
+    # Threads of the pool stay for a while; there are never more than may work, plus a few that wait.
     most = agent.options.num_worker_threads + 6
     until(lambda: threading.active_count() <= most, "threads are left over")
     until(lambda: all(each["name"] == "w0" for each in agent.peers()), "a stranger is left over")
@@ -158,7 +158,7 @@ def answer(stranger: Stranger) -> bytes:
 
 
 def test_a_peer_that_dies_right_after_it_has_proved_itself(agent: Agent) -> None:
-    # Its end of the side socket is gone when our control page is to be sent there.
+    # Its end of the side socket is gone when our control page is due to be sent there.
     for _ in range(30):
         sock = uds.connect(agent.acceptor.listeners[1].address, Deadline(5.0))
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -252,20 +252,20 @@ def test_shared_memory_over_a_way_that_has_none(
     with contextlib.closing(Stranger(agent, "tcp")) as stranger:
         payload = pickle.dumps((abs, (-5,), None))
         stranger.send(*encode(Kind.CALL, 1, payload, [Shared(0, 0, 1, 100_000)]))
-        # Nothing in it names a tensor: the buffer is not looked at.
+        # Nothing in it names a tensor: nobody looks at the buffer.
         assert answer(stranger)[4] in (Kind.REPLY, Kind.FAILURE)
     capsys.readouterr()
 
 
 def test_a_cancel_right_behind_the_handshake_is_no_request(agent: Agent) -> None:
-    # Both in one piece: what the handshake leaves over goes the way of all that comes.
+    # Both in one piece: what the handshake leaves over is handled like all that arrives.
     sock = tcp.connect(("127.0.0.1", agent.acceptor.listeners[2].address[1]), Deadline(5.0), 5.0)
     me = {**agent.roster.introduction(), "id": 77}
     channel = Way(tcp.TRANSPORT).channel(agent.acceptor.listeners[2].address)
     talk = Connecting(SECRET, me, os.urandom(32), channel, auth.SEALS())
     sock.sendall(talk.start())
     proof = talk.receive(sock.recv(9000))
-    # The keys follow from both hellos: they are there before the last word of the handshake is.
+    # The keys follow from both hellos, so they exist before the last word of the handshake.
     keys = talk._derive_keys()
     assert keys is not None
     frames = header(Kind.CANCEL, 9, 0) + header(Kind.CREDIT, 9, 0) + b"".join(call(2))
@@ -310,7 +310,7 @@ def test_calls_that_nobody_waits_for_any_more_give_their_memory_back(agent: Agen
 def test_what_is_no_id_is_not_put_among_ids(
     stranger: Stranger, kind: int, content: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # It would be compared with true ones, in the statistics of everyone.
+    # It would be compared with true ones in everyone's statistics.
     stranger.send(*encode(kind, 1, pickle.dumps(content)))
     assert answer(stranger)[4] == Kind.FAILURE
     rpc.statistics()
@@ -337,8 +337,8 @@ def test_who_waits_for_a_value_that_never_comes_is_forgotten_when_it_leaves(agen
 
 
 def test_a_line_that_is_filled_while_its_last_bytes_go_is_still_written() -> None:
-    # Between our look (nothing is left) and our telling the poller, another thread fills it: what it told the
-    # poller came first, and would be taken back.
+    # Between our look (nothing is left) and our telling the poller, another thread fills the line: what it told
+    # the poller came first, and we would undo it.
     ours, theirs = socket.socketpair()
     line = Line(ours, FrameParser())
     asked: list[tuple[int, int]] = []

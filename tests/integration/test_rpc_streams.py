@@ -1,4 +1,4 @@
-"""Streams: items in order and no faster than they are taken; ends from either side, in the middle, by death."""
+"""Streams: items in order and no faster than they are taken; ended from either side, midway, or by a death."""
 
 import asyncio
 import contextvars
@@ -138,7 +138,7 @@ async def with_a_variable(to: int) -> AsyncIterator[int]:
 
 
 async def with_a_limit(at: int, pause: float) -> AsyncIterator[int]:
-    """Its limit begins with item ``at``, whenever that is, and it notes when that has passed."""
+    """Its limit starts at item ``at``, whenever that is, and it notes when the limit has passed."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         for i in range(30):
@@ -234,7 +234,7 @@ def test_several_threads_and_tasks_share_the_items_of_one_stream_and_all_hear_it
         with ThreadPoolExecutor(4) as threads:
             taking = [threads.submit(list, stream) for _ in range(3)]
             taking.append(threads.submit(lambda: asyncio.run(take_in_tasks())))
-            # The stream's own limit is a minute: who does not hear of the end waits until then.
+            # The stream's own limit is a minute: whoever does not hear of the end waits until then.
             return sorted(chain(*(each.result(20 * pace()) for each in taking)))
 
     assert pair.on(0, case) == list(range(200))
@@ -433,7 +433,7 @@ def test_streams_that_nobody_reads_keep_no_thread_from_working(pair):
 
 @pytest.mark.parametrize("kind", ["stream", "call"])
 def test_what_is_cancelled_before_its_deadline_has_the_time_to_clean_up(pair, kind):
-    """The deadline comes while it does."""
+    """The deadline passes while it cleans up."""
 
     def case():
         limit = pace()
@@ -463,7 +463,7 @@ def test_asynchronous_generators_that_wait_take_no_threads_and_end_with_their_st
         eventually(lambda: rpc.rpc_sync("w1", seen) == ["closed"] * 20, 10 * pace())
         # Also at its deadline.
         stream = rpc.rpc_stream("w1", waits_later, (3600,), timeout=0.5 * pace())
-        assert next(stream) == 0.0  # a call that comes after its deadline would not begin
+        assert next(stream) == 0.0  # a call that arrives after its deadline would not start
         with pytest.raises(rpc.RpcTimeout):
             next(stream)
         eventually(lambda: len(rpc.rpc_sync("w1", seen)) == 21, 10 * pace())

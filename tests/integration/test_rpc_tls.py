@@ -221,7 +221,7 @@ def lead_astray(worker: str, kind: str, where: tuple[str, int]) -> None:
 
 
 def divert(where: tuple[str, int]) -> None:
-    """As a router does that leads packets elsewhere: this worker does not notice."""
+    """Redirect this worker's connections without it noticing, as a router would."""
     connect = tcp.connect
     tcp.connect = lambda _, *rest: connect(where, *rest)
 
@@ -253,7 +253,7 @@ def test_who_relays_the_proofs_with_a_certificate_of_his_own_is_refused() -> Non
             workers.on(0, lead_astray, "w1", "tcp+tls", between.address)
             said = workers.on(0, refusal, "w1")
             relay = "a relay between the two"
-            # It is told when it has read the answer, which may be later.
+            # w1 is told once it has read the answer, which may be later.
             eventually(
                 lambda: any(relay in each for each in workers.on(1, lambda: rpc_workers.logged))
             )
@@ -261,7 +261,7 @@ def test_who_relays_the_proofs_with_a_certificate_of_his_own_is_refused() -> Non
             workers.close()
             between.close()
     assert "do not share a secret" in said
-    # He was in the middle of it: both hellos and a proof went through his hands.
+    # The relay was in the middle of it: both hellos and a proof passed through its hands.
     assert b'"role":"connecting"' in between.seen
     assert b'"role":"accepting"' in between.seen
     assert b'"proof"' in between.seen

@@ -4,21 +4,21 @@ Every probe is a script. It runs under plain ``python``, under ``rally run`` wit
 with ``--start-method exec``, and what it prints, its tracebacks and its exit code must be the same.
 
 Most probes do not use torch. They run with an empty module of that name in its place, and their
-supervisor is a fork of one that has been imported: the whole way of a worker is the real one, only
-seconds of importing are saved. What torch itself reads or holds
-is probed with the real one, many facts in one run.
+supervisor is a fork of one that has been imported: a worker's whole path is the real one, and only
+seconds of importing are saved. What torch itself reads or holds is probed with the real torch,
+many facts in one run.
 
 What stays different, and is therefore not compared (docs/failure-modes.md):
 
-- ``RALLY_*``, ``RANK`` and torchrun's other variables are there; stderr is a pipe (on a terminal:
+- ``RALLY_*``, ``RANK`` and torchrun's other variables are set; stderr is a pipe (on a terminal:
   a pseudo-terminal), so its lines may come later than stdout's.
 - The outermost frames of the stack are ours: seen by ``inspect.stack()``, by a warning whose
   ``stacklevel`` leads out of the script (plain: ``sys:1``), by recursion (some 15 levels fewer).
 - ``faulthandler.is_enabled()`` is true: the report shows where Python stood at a native fault.
-- With the fork server: numpy and what else torch imports is in ``sys.modules`` before the script imports it,
+- With the fork server: numpy and all else that torch imports is in ``sys.modules`` before the script imports it,
   and torch's warning filters and ``atexit`` functions (multiprocessing's) are older than the script's.
 - A worker has no controlling terminal (``/dev/tty``), under torchrun neither.
-- ``__del__`` of what a daemon thread can reach is not called.
+- ``__del__`` of objects that a daemon thread can reach is not called.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Probe:
     """What to run.
 
     Args:
-        files: what is in the folder it runs in; of ``str`` and ``bytes``.
+        files: the contents of the folder it runs in, as ``str`` or ``bytes``.
         target: script (or ``-m module``) and its arguments.
         make: builds more in the folder.
         flags: of ``rally run``.  python_flags: of the interpreter, for both.
@@ -405,8 +405,8 @@ IMPORTED = {
 }
 
 
-# A worker runs and ends by the same code with either start method. With exec these are always tried, of each kind of
-# end one; the others are among the long tests.
+# A worker runs and ends by the same code with either start method. With exec these are always tried, one of each
+# kind of end; the others are among the long tests.
 ALSO_EXECUTED = {
     "the end of the file",
     "exit with a text",
@@ -432,7 +432,7 @@ assert ENDS.keys() >= ALSO_EXECUTED
 
 
 def by_launcher(sources: Mapping[str, Any], also_executed: Collection[str]) -> list[Any]:
-    """Each source with each launcher: those to be executed that are not named are long tests."""
+    """Each source with each launcher. With exec, those that are not named are long tests."""
     return [
         pytest.param(
             source,
@@ -469,7 +469,7 @@ def test_a_module_fails_as_under_python_m(source: str, launcher: str, run: Runne
 
 @pytest.mark.parametrize("limit", [200, 1000])
 def test_recursion_error_of_a_script(limit: int, run: Runner) -> None:
-    # Our frames are below the script's, so that many levels are missing: only the count differs.
+    # Our frames are below the script's, which leaves it fewer levels: only the count differs.
     source = f"import sys\nsys.setrecursionlimit({limit})\ndef f():\n    f()\nf()"
     done = run(Probe(files={"probe.py": source}))
     plain = re.sub(r"repeated \d+ more", "repeated N more", done[PYTHON].err)
@@ -764,7 +764,7 @@ def test_argv_file_and_import_path_are_those_of_python(
 
 
 def test_the_command_line_shows_the_script(tmp_path: Path, stub_torch: Path) -> None:
-    # For ps, pgrep -f, psutil. It is shown in one piece, so an argument's spaces are not told apart.
+    # For ps, pgrep -f, psutil. It is shown in one piece, so spaces in an argument look like any others.
     source = "print(repr(open('/proc/self/cmdline').read()))"
     for how in LAUNCHERS:
         probe = Probe(files={"train.py": source}, target=["train.py", "--lr", "0.1"])
@@ -988,7 +988,7 @@ def test_a_worker_has_what_a_plain_process_has(name: str, facts: dict[str, dict[
         assert facts[how][name] == facts[PYTHON][name], how
 
 
-# Both with real torch, which an exec'd interpreter imports like any other: that way is tested among the long ones.
+# Both with real torch, which an exec'd interpreter imports like any other: that case is among the long tests.
 BOTH = pytest.mark.parametrize(
     "launcher", ["forkserver", pytest.param("exec", marks=pytest.mark.long)]
 )
@@ -996,7 +996,7 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launcher: str) -> None:
-    # In the fork server torch has been imported before.
+    # The fork server has imported torch before.
     source = (
         "import os, logging\n"
         "os.environ['OMP_NUM_THREADS'] = '2'\n"
@@ -1018,7 +1018,7 @@ def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launch
 def test_what_tqdm_reads_at_import_may_be_set_by_the_script(
     run: Runner, launcher: str, sets: str
 ) -> None:
-    """Torch imports it. It looks through the whole environment for names of its own: no line about those of others."""
+    """Torch imports tqdm, which looks through the whole environment for names of its own: no line about other names."""
     source = (
         f"import os, sys\nos.environ[{sets}\nimport torch, io\nfrom tqdm import tqdm\n"
         "bar = tqdm('abc', file=io.StringIO())\n"
@@ -1030,7 +1030,7 @@ def test_what_tqdm_reads_at_import_may_be_set_by_the_script(
 
 
 def test_what_torch_reads_at_import_alone_is_told(tmp_path: Path, stub_torch: Path) -> None:
-    """Once, and not of what the environment of `rally run` has, nor of what has been applied."""
+    """Once, and neither for what the environment of `rally run` has nor for what has been applied."""
     source = (
         "import os, pathlib\n"
         "os.environ['TORCHINDUCTOR_FORCE_DISABLE_CACHES'] = '1'\n"
@@ -1077,7 +1077,7 @@ RANDOM_NAMES = re.findall(r'"([\w ]+)":', RANDOM)
 def random_states(
     tmp_path_factory: pytest.TempPathFactory, stub_torch: Path
 ) -> list[dict[str, Any]]:
-    """What two workers of one generation, and two of the next, draw."""
+    """What two workers of one generation and two of the next draw."""
     probe = Probe(
         files={"probe.py": RANDOM + "os._exit(int(os.environ['RALLY_GENERATION'] == '0'))"},
         # (numpy imports its random part at first use: without the preload, in the worker.)

@@ -1,4 +1,4 @@
-"""A rank that makes the others wait is named, with what differs about it; in an even job nobody is."""
+"""A rank that makes the others wait is named, with what is different about it; in an even job, none is."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_slow_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         line = job.line("slow")
         assert line.startswith("rally: rank 2 is slow: the others wait for it ")
         assert "it is most often at " in line and f"{tmp_path}/train.py:8 in burden" in line
-        # What else runs on this machine may be told instead: a process of somebody else on the same core.
+        # Something else on this machine may be named instead: another's process on the same core.
         assert "it computes no more than they do" in line or "had to wait for a CPU" in line
         (event,) = job.told("worker_slow")
         assert event["rank"] == 2 and 0.2 < event["share"] < 0.9

@@ -30,7 +30,7 @@ def slurm(*words: str) -> str:
 
 @pytest.fixture
 def submit() -> Iterator[Callable[..., tuple[str, Path]]]:
-    """``submit(*flags)``: an `sbatch` of two nodes with a worker each; its number, and the folder of the notes."""
+    """``submit(*flags)``: an `sbatch` of two nodes with a worker each. Returns its number, and the folder of the notes."""
     if shutil.which("sbatch") is None or subprocess.run(["sinfo"], capture_output=True).returncode:
         pytest.skip("needs a Slurm cluster (sbatch, sinfo)")
     shared = os.environ.get("SLURM_SHARED")
@@ -102,7 +102,7 @@ def test_a_signal_to_pass_comes_once(submit):
 
 
 def ended(job: str, state: str) -> str:
-    """Waits until a job is in this state; what Slurm says about it."""
+    """Wait until a job is in this state. Returns what Slurm says about it."""
     end = time.monotonic() + 240
     while f"JobState={state} " not in (told := slurm("scontrol", "show", "job", job)):
         assert time.monotonic() < end, told
@@ -138,7 +138,7 @@ def test_the_time_limit_leaves_time_for_the_last_checkpoint(submit, signal):
     job, folder = submit("--nnodes", "1:2", srun="--no-kill", sbatch=("--time=1", *signal))
     notes(folder, "loop.0.*", 2)
     notes(folder, "saved.0.*", 2)
-    # A job that ends at the early signal has ended by itself, 143 being its own exit code.
+    # A job that ends at the early signal has ended on its own, 143 being its own exit code.
     told = ended(job, "FAILED" if signal else "TIMEOUT")
     assert not signal or "ExitCode=143:0" in told
 

@@ -1,4 +1,4 @@
-"""Warm spares: they wait in the session, take over lost ranks, and nobody notices them before."""
+"""Warm spares: they wait in the session, take over lost ranks, and go unnoticed until then."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Job:
         return [int(text.split()[0]) if text else -1 for text in texts]
 
     def spares(self, count: int, but: tuple[int, ...] = ()) -> list[int]:
-        """The pids of the spares, once so many wait."""
+        """The pids of the spares, once this many wait."""
 
         def look() -> list[int] | None:
             told = self.status()["spares"]
@@ -123,7 +123,7 @@ class Job:
         (self.folder / f"go {step}").touch()
 
     def end(self) -> tuple[str, str, list[Any], list[int]]:
-        """What it wrote, said, and its ends: state and pids."""
+        """Let it end. Returns what it wrote and said, and its ends: state and pids."""
         for step in (10, 20, 30):
             self.go(step)
         out, err = self.popen.communicate(timeout=90)

@@ -22,7 +22,7 @@ pytestmark = [
 PATIENCE = 180.0
 NOBODY = 65534
 
-# Worker: says that it runs, and ends when the file "stop" is there. Rank 0 leaves the secret for us.
+# Worker: says that it runs, and exits when the file "stop" exists. Rank 0 leaves the secret for us.
 WORKER = """
 import os, pathlib, signal, sys
 from rallypoint._core import secret
@@ -154,7 +154,7 @@ class Running:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder that others may enter and read, as most home folders may be."""
+    """A folder that others may enter and read, as they may most home folders."""
     os.umask(0o022)
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:
@@ -164,7 +164,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def hidden(data: bytes, spied: bytes) -> None:
-    """In no form that programs write bytes in."""
+    """Check that ``spied`` holds ``data`` in none of the forms in which programs write bytes."""
     for form in (data, data.hex().encode(), base64.b64encode(data)[:-2], repr(data)[2:-1].encode()):
         assert form not in spied
 

@@ -78,7 +78,7 @@ def test_closing_ends_a_call_of_another_thread(server) -> None:
         store.exists("never")
 
 
-# A process of its own: in that of the tests, torch may hold what does not survive a fork of another thread.
+# A process of its own: in that of the tests, torch may hold something that does not survive a fork by another thread.
 _FORKING = """
 import contextlib, os, socket, threading
 from rallypoint.errors import RendezvousConnectionError
@@ -127,7 +127,7 @@ def test_who_accepts_and_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_was_stopped_itself_grants_the_other_side_as_much(server) -> None:
-    """As many turns have to go by as the answer may take, not as much time."""
+    """What counts is how many turns an answer may take, not how much time."""
     turns = tcpstore._Turns(1.0)
     for _ in range(3):
         turns.another()
@@ -228,8 +228,7 @@ for fd in map(int, os.listdir("/proc/self/fd")):
 def test_the_kernel_watches_connections_of_c10ds_own_clients_too() -> None:
     program = [sys.executable, "-c", _WATCHED]
     done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240)
-    # 0.6 of the silence for our own client, 0.9 for others, in ms. c10d alone sets none, as for the client that its server has of
-    # itself.
+    # 0.6 of the silence for our own client, 0.9 for others, in ms. c10d alone sets none, as for its server's own client.
     assert sorted(done.stdout.split()) == ["0", "4800", *2 * ["7200"]]
 
 

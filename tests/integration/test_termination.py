@@ -1,4 +1,4 @@
-"""What becomes of real signals to a worker, by whatever the script has set."""
+"""What becomes of real signals to a worker, whatever handler the script has set."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rallypoint.tracing import exporters
 
 
 class Span:
-    """As a collector reads it."""
+    """A span as a collector reads it."""
 
     def __init__(self, found: Any, resource: dict[str, Any]) -> None:
         self.name = found.name

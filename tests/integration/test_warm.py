@@ -28,7 +28,7 @@ from supervisors import RALLY
 
 PATIENCE = 30.0
 
-# What a worker tells of itself; argv: a file to write it to, and a file to wait for.
+# What a worker tells about itself; argv: a file to write it to, and a file to wait for.
 TELLS = """
 import json, os, pathlib, sys, time
 import torch
@@ -191,7 +191,7 @@ def test_a_new_torch_leads_to_a_new_server(jobs: Jobs, tmp_path: Path) -> None:
     subprocess.run(["cp", "-r", str(STUB), str(copy)], check=True)
     jobs.env["PYTHONPATH"] = str(copy)
     first = jobs.run()
-    # A module of torch, but not the one whose time is in the server's name.
+    # A module of torch, but not the one whose modification time is in the server's name.
     os.utime(copy / "torch" / "distributed" / "__init__.py", ns=(1, 1))
     second = jobs.run()
     assert second["server"] != first["server"]

@@ -158,7 +158,7 @@ def test_who_has_no_token_sees_nothing(web: Web) -> None:
         web.cookie = f"{others}{mine}; z=1"
         assert web.get("/")[0].status == 200, others
     web.cookie = mine
-    # A name of somebody else's that leads here.
+    # Somebody else's host name that leads here.
     assert web.get("/state", Host="example.org")[0].status == 403
     assert web.get("/other")[0].status == 404
     answer, page = web.get("/")

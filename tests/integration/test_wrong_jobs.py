@@ -1,4 +1,4 @@
-"""Commands about a job that is not there, is one of several, is dead, mute, another user's, or of another version: one clear line."""
+"""Commands about a job that is not there, is one of several, dead, mute, another user's, of another version: one clear line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Answers = Callable[[str, dict[str, Any]], Path]
 
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Sockets of this test alone. Their paths must be short."""
+    """A folder for this test's sockets alone. Their paths must be short."""
     with tempfile.TemporaryDirectory(prefix="rp-") as base:
         folder = Path(base) / "of-user"
         monkeypatch.setattr(user_folder, "candidates", lambda: (folder, Path(base) / "none" / "x"))
@@ -37,7 +37,7 @@ def own_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def answers() -> Iterator[Answers]:
-    """Begins a supervisor that gives each question the same answer."""
+    """Starts a supervisor that gives each question the same answer."""
     listeners: list[socket.socket] = []
     threads: list[threading.Thread] = []
 
@@ -70,7 +70,7 @@ def answers() -> Iterator[Answers]:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line on stderr of a command that ends with 1."""
+    """The one line on stderr of a command that exits with 1."""
     assert main(list(words)) == 1, words
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -5,7 +5,7 @@
 
 Nothing of the suite is copied. Its tests want two GPUs and NCCL; here they run on CPUs, over Gloo: what they move
 to a device stays where it is. ``DistributedDataParallel.join``, by which they enter the block, gives our Join; where
-a loop has to iterate over ``join.batches``, the ``range`` that the suite's module sees does so. Ends with 0 if all
+a loop has to iterate over ``join.batches``, the ``range`` that the suite's module sees does so. Exits with 0 if all
 that ran passed, 1 if not.
 """
 
@@ -68,7 +68,7 @@ OTHER_INTERVALS: Final = (
     " step (`accumulation=n`) and reject others"
 )
 WORLD_SIZE: Final = 3
-# The sides of images that the suite's convolutions get: a step with its own takes half a minute.
+# The sides of the images that the suite's convolutions get: with its own images, a step takes half a minute.
 PIXELS: Final = 16
 # Seconds for the ranks to import the suite, once.
 IMPORTING: Final = 300.0
@@ -80,7 +80,7 @@ Result = dict[str, Any]
 
 
 def run_test(name: str, mode: str) -> Result:
-    """One test of the suite in this rank's group; how many of its cases ran."""
+    """Run one test of the suite in this rank's group. Returns how many of its cases passed, and how many were left out."""
     import torch
     import torch.distributed as dist
 
@@ -108,13 +108,13 @@ def run_test(name: str, mode: str) -> Result:
 
 
 def prepare(ranks: Ranks) -> None:
-    """Have the ranks import the suite, unless they have: that is no test's time."""
+    """Have the ranks import the suite, unless they have: no test should pay for that time."""
     if not ranks.pids:
         ranks.run(import_suite, limit=IMPORTING)
 
 
 def import_suite() -> None:
-    """Only that."""
+    """Import it, and do nothing else."""
     _suite()
 
 
@@ -251,7 +251,7 @@ def _joined_in(mode: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _entering(entered: list[Any], block: Any) -> Iterator[Any]:
     with block as join:
-        if join._enable:  # else it is no concern of ours how often the loop runs
+        if join._enable:  # otherwise it is no concern of ours how often the loop runs
             entered.append(join)
         try:
             yield join

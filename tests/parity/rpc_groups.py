@@ -15,7 +15,7 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A kind of tests: what it is about, and why it is left out where it is."""
+    """A kind of test: what it is about, and why it is left out if it is."""
 
     title: str
     left_out: str | None = None

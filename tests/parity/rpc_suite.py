@@ -6,7 +6,7 @@
 
 Nothing of the suite is copied: ``rpc_groups`` reads which tests there are, ``rpc_zygote`` runs
 them. A test that fails is run once more, alone and with twice the time; if it passes then, it
-counts as passed and is marked flaky. Ends with 0 if all that ran passed, 1 if not, 3 if there was
+counts as passed and is marked flaky. Exits with 0 if all that ran passed, 1 if not, 3 if there was
 nothing to run against.
 """
 
@@ -151,7 +151,7 @@ def _run_part(
     options: argparse.Namespace,
     progress: "_Progress",
 ) -> dict[str, Record]:
-    """Each test once; then those that failed once more, one after the other."""
+    """Run each test once, and then those that failed once more, one after the other."""
     results: dict[str, Record] = {}
     keep, timeout = options.logs is not None, options.timeout
     for outcome in zygote.run(methods, jobs=options.jobs, timeout=timeout, keep=keep):

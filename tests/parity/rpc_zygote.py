@@ -2,10 +2,10 @@
 
 Started by ``rpc_suite.py``. Reads a first line of JSON with what to run against, then one line per
 batch; writes one line of JSON per test. Single-threaded, so that it may fork. A rank is forked,
-never started anew: importing torch and the suite takes seconds, four times per test.
+never started afresh: importing torch and the suite takes seconds, four times per test.
 
-A rank ends by its exit handlers and after its threads, as a program does, but is then gone: taking
-apart the interpreter that it inherited would cost it a second, and shows nothing of the test.
+A rank exits through its exit handlers and after its threads, as a program does, but is then gone:
+tearing down the interpreter that it inherited would take a second and show nothing about the test.
 """
 
 import atexit
@@ -53,7 +53,7 @@ _DUMP = 0.5
 
 
 class UnavailableError(Exception):
-    """There is nothing to test; why, in one sentence."""
+    """There is nothing to test; its text says why in one sentence."""
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
         _tell(results, {"unavailable": str(error)})
         return
     gc.collect()
-    gc.freeze()  # what is here now need not be looked through, nor copied, by any rank
+    gc.freeze()  # no rank need look through or copy what is here now
     gc.enable()
     _tell(results, {"versions": _versions(), "threads": _num_threads()})
     for line in orders:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _load(against: str, agent: str, tests: list[Mapping[str, str]]) -> dict[str, type | str]:
-    """The class of each test's key, or what stood in the way of it."""
+    """The class of each test's key, or what stood in its way."""
     if against == "rallypoint":
         _install_rallypoint()
     module = types.ModuleType(_CLASSES)

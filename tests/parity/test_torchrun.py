@@ -1,8 +1,8 @@
 """One probe script under the installed `torchrun` and under `rally run`: what does a worker see?
 
 Each case is a command line with the launcher's name left out. What torchrun makes of it is on record
-for each version of torch, in ``recorded/``; ``make parity-live`` runs both sides and writes the record
-anew. A version that has none is run as well.
+for each version of torch, in ``recorded/``; ``make parity-live`` runs both sides and rewrites the
+record. Under a version that has none, torchrun is run as well.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Case:
     Args:
         flags: ``{port}`` is a free port, the same for both; ``{logs}`` a folder for each.
         exit_code: ours; torchrun has 1 for every failure, so of it only "failed" is compared.
-        send: a signal the launcher gets once all workers stand.
+        send: a signal the launcher gets once all workers are up.
     """
 
     flags: tuple[str, ...] = ()
@@ -515,7 +515,7 @@ def _options(parser: Any) -> list[Any]:
 
 
 def _as_text(value: object) -> str | None:
-    """A value of torchrun's namespace as it would stand on a command line."""
+    """A value of torchrun's namespace as it would appear on a command line."""
     match value:
         case bool():
             return str(int(value))
@@ -568,7 +568,7 @@ OUR_OWN = {flag.dest for flag in FLAGS if flag.own}
 def test_our_own_flags_listen_to_no_variable_of_torchruns_name(parser: Any) -> None:
     known = {option.dest for option in _options(parser)}
     own = {flag.dest for flag in FLAGS} - known
-    assert own == OUR_OWN  # else a beginning of torchrun's flags could mean one of ours
+    assert own == OUR_OWN  # otherwise an abbreviation of torchrun's flags could mean one of ours
 
 
 _SPELLINGS = [
@@ -611,21 +611,21 @@ def test_what_torchrun_understands_we_understand_alike(parser: Any, argv: list[s
     except ConfigError as error:
         refusal = str(error)
     if ours is None:
-        # argparse takes "-1" and "-a b" for the script. Nobody's script is called so.
+        # argparse takes "-1" and "-a b" for the script. Nobody's script is called that.
         script = "" if theirs is None else theirs["training_script"]
         assert theirs is None or re.fullmatch(r"-[\d.]+|-a b", script), refusal
         return
     if theirs is None:
         # argparse refuses more than we do: two spellings of one flag count as ambiguous, so does
-        # what follows the script; and it looks at values that have a type. That there is no script we
-        # say later.
+        # what follows the script; and it checks values that have a type. We report a missing script
+        # later.
         assert re.search(
             r"ambiguous|invalid (int|float) value|invalid choice|required", said.getvalue()
         )
         return
     target = (theirs.pop("training_script"), *theirs.pop("training_script_args"))
     if ours != target:
-        # argparse of Python 3.11 swallows a "--" right behind the script, that of 3.13 does not. We
+        # argparse of Python 3.11 swallows a "--" right after the script; that of 3.13 does not. We
         # leave a script's arguments alone.
         assert ours[1] == "--"
         assert (ours[0], *ours[2:]) == target

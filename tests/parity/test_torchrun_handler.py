@@ -91,7 +91,7 @@ class Agent:
         return self.log.read_text(errors="replace")
 
     def lose(self) -> None:
-        """Everything of this host is gone at once: torchrun leaves workers behind when it is killed."""
+        """Kill everything of this host at once: torchrun leaves workers behind when it is killed."""
         try:
             top = psutil.Process(self.popen.pid)
             tree = [top, *top.children(recursive=True)]
@@ -167,7 +167,7 @@ class Job:
         return {port: all_ for port, all_ in by_port.items() if len(all_) == all_[0].world}
 
     def wait_for(self, nodes: str, beside: int = 0) -> list[Started]:
-        """A complete generation of just these nodes, one letter each; not the one with that port."""
+        """A complete generation of exactly these nodes, one letter each, other than the one with the port ``beside``."""
 
         def there() -> list[Started]:
             for port, members in self.generations().items():

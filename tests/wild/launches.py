@@ -16,7 +16,7 @@ import psutil
 
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# The longest that one job may take (seconds); most are through in ten on an idle machine.
+# The longest that one job may take (seconds); most finish in ten on an idle machine.
 PATIENCE = 300.0
 LAUNCHERS = {
     "rally": [sys.executable, "-m", "rallypoint", "run"],
@@ -29,7 +29,7 @@ class Job:
     """One launch.
 
     Args:
-        out: where its scripts leave what they have to tell.
+        out: where its scripts leave what they have to report.
         process: the launcher.
     """
 
@@ -46,7 +46,7 @@ class Job:
         return Done(self.process.returncode, stdout, stderr, told(self.out))
 
     def workers(self) -> list[int]:
-        """Their process ids, once both are in the middle of their training."""
+        """The workers' process ids, once both are in the middle of their training."""
         deadline = time.monotonic() + PATIENCE
         files = [self.out / f"{rank}.pid" for rank in range(2)]
         # Written by another program, which cannot tell us otherwise.

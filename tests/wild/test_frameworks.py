@@ -27,11 +27,11 @@ SCRIPTS = {
 }
 # These have no checkpoints.
 MORE = {"graph_loop.py": "torch_geometric", "recorded.py": "torch"}
-# Its collector keeps an interpreter that has failed waiting for processes of its own.
+# Its collector keeps a failed interpreter waiting for processes of its own.
 SLOW_TO_FAIL = {"rl_loop.py": "torchrl"}
 # What is run in continuous integration, in half a minute: packages that are small and start fast.
 SAMPLE_OF_RESULTS, SAMPLE_OF_REPORTS = {"hydra_app.py", "accelerate_loop.py"}, {"hydra_app.py"}
-# Under torchrun an interpreter runs torch's destructors at its end, and now and then they abort it.
+# Under torchrun an interpreter runs torch's destructors as it exits, and now and then they abort it.
 ABORTS = "terminate called without an active exception"
 # As docs/frameworks.md has it: each rank a folder of its own.
 ARGUMENTS = {"hydra_app.py": ("hydra.run.dir=${oc.env:WILD_OUT}/hydra/${oc.env:RANK}", "lr=0.04")}
@@ -53,7 +53,7 @@ Trained = Callable[[str, tuple[str, ...]], Done]
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """What a script does under `rally run` where nothing happens to it; each is run once."""
+    """What a script does under `rally run` when nothing happens to it; each is run once."""
 
     @cache
     def of(script: str, args: tuple[str, ...]) -> Done:

@@ -1,4 +1,4 @@
-"""A worker of an rpc group that does what the test says: lines of JSON from a FIFO, answers to another."""
+"""A worker of an rpc group that obeys the test: it reads lines of JSON from one FIFO and answers on another."""
 
 import json
 import os
@@ -51,12 +51,12 @@ def call(number):
 
 
 def divert(where):
-    """As a router does that leads packets elsewhere: this worker does not notice. None: no longer."""
+    """Redirect this worker's connections without it noticing, as a router would. None: stop."""
     tcp.connect = _connect if where is None else lambda _, *rest: _connect(tuple(where), *rest)
 
 
 def lead_astray(where):
-    """As if that address stood in the other worker's record; returns the true one."""
+    """Put that address into the other worker's record. Returns the true one."""
     addresses = agent().group.find("w1").addresses
     (kind,) = [each for each in addresses if each.startswith("tcp")]
     before, addresses[kind] = addresses[kind], tuple(where)
@@ -64,7 +64,7 @@ def lead_astray(where):
 
 
 def hang_up():
-    """Break the connections of this worker's own."""
+    """Break the connections that this worker has opened."""
     for each in agent().connections.all_outgoing():
         each.line.shut()
 

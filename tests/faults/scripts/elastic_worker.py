@@ -1,7 +1,7 @@
 """A worker of an elastic job: collectives in a loop, a checkpoint after each, notes for the test.
 
 In ``ELASTIC_FOLDER``: ``notes.jsonl`` (one line for each thing noted), ``checkpoint.json``, and files by which
-the test gives orders: ``finish`` ends all, ``finish-NODE`` those of one node, ``fail-NODE`` fails there, once.
+the test gives orders: ``finish`` ends all workers, ``finish-NODE`` those of one node, ``fail-NODE`` fails one there, once.
 """
 
 import json
@@ -42,7 +42,7 @@ def note(what, **more):
 
 
 def note_signals():
-    """Note SIGTERM when it comes, even while the main thread is inside a collective."""
+    """Note SIGTERM when it arrives, even while the main thread is inside a collective."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.signal(signal.SIGTERM, lambda *_: None)  # the thread below ends us
@@ -51,7 +51,7 @@ def note_signals():
     def listen():
         while data := ours.recv(1):
             if data[0] != signal.SIGTERM:
-                continue  # rally asks a worker with a signal of its own what it is handling
+                continue  # rally asks a worker what it is handling with a signal of its own
             note("signal", number=data[0])
             time.sleep(float(os.environ.get("ELASTIC_SAVES", "0")))  # a last checkpoint
             os._exit(143)
@@ -74,7 +74,7 @@ def write_checkpoint(state):
 
 
 def obey():
-    """What the test wants of this node alone."""
+    """Carry out the test's orders to this node alone."""
     if (FOLDER / f"finish-{NODE}").exists():
         note("finished")
         dist.destroy_process_group()
@@ -89,7 +89,7 @@ def main():
     held = note_signals()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    # All go on from what rank 0 has read: another might read what rank 0 has not seen yet.
+    # All resume from what rank 0 has read: another rank might read what rank 0 has not seen yet.
     states = [read_checkpoint() if rank == 0 else None]
     dist.broadcast_object_list(states)
     state = states[0]
@@ -103,7 +103,7 @@ def main():
         master=os.environ["MASTER_ADDR"],
         supervisor=os.getppid(),
     )
-    while os.environ.get("ELASTIC_APART"):  # each by itself: nobody hears of another's end here
+    while os.environ.get("ELASTIC_APART"):  # each on its own: nobody notices when another exits
         obey()
         if (FOLDER / "finish").exists():
             break
@@ -115,7 +115,7 @@ def main():
             dist.all_reduce(wishes)
             assert wishes[0] == world, wishes
             state = {"step": state["step"] + 1, "total": state["total"] + state["step"] + 1}
-            # Everybody has taken part in the collective, so everybody has done this step.
+            # All ranks took part in the collective, so all have done this step.
             if rank == 0:
                 write_checkpoint(state)
                 note("step", step=state["step"])

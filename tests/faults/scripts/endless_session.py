@@ -1,4 +1,4 @@
-"""A session that trains until it is told to stop; it notes that it has begun, where, and as which rank."""
+"""A session that trains until it is told to stop; it notes that it has started, where, and as which rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Nodes of a job that only meet: forked from one process that has loaded torch, each a process of its own.
 
-Standard input has a line of JSON for each node to be started; the answer is its pid. A node appends what it
-sees to a file, a line of JSON each. After a round it waits until somebody or the store is lost, or somebody
-waits to be admitted; then it goes to the next one, as a launcher does.
+Each line of JSON on standard input starts a node; the answer is its pid. A node appends what it sees to a
+file, as lines of JSON. After a round it waits until a node or the store is lost, or a node waits to be
+admitted; then it goes to the next round, as a launcher does.
 """
 
 from __future__ import annotations

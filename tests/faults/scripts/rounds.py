@@ -1,4 +1,4 @@
-"""A worker for restarts: it notes what it sees of its generation and all-reduces in each.
+"""A worker for tests of restarts: in each generation it notes what it sees, and all-reduces.
 
 Notes are files ``KIND.GENERATION.RANK`` in the folder WORKER_NOTES.
 """
@@ -29,7 +29,7 @@ def note(kind: str, value: object) -> None:
 
 
 def leave(code: int = 0) -> None:
-    # Not through torch's destructors: they abort now and then while Gloo's threads run.
+    # Skip torch's destructors: they abort now and then while Gloo's threads run.
     sys.stdout.flush()
     os._exit(code)
 

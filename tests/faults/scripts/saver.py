@@ -1,7 +1,7 @@
-"""A worker that counts the signals it gets, and on one that ends jobs writes a last checkpoint with the others.
+"""A worker that counts the signals it gets and, on one that ends jobs, writes a last checkpoint with the others.
 
 In the folder WORKER_NOTES: ``loop.GENERATION.RANK`` (its pid, once it trains), ``count.NUMBER.RANK`` (how often that
-signal has come), ``saved.GENERATION.RANK`` (what it got before it saved).
+signal has arrived), ``saved.GENERATION.RANK`` (what it got before it saved).
 """
 
 import os
@@ -45,9 +45,9 @@ def main():
         asked += sum(counts.get(number, 0) for number in ENDING)
         dist.all_reduce(asked)
         time.sleep(0.005)
-    # A checkpoint in several parts: groups of its own, which need the workers' store.
+    # A checkpoint in several parts makes groups of its own, which need the workers' store.
     dist.barrier(group=dist.new_group())
-    time.sleep(0.5)  # a second signal would come now
+    time.sleep(0.5)  # a second signal would arrive now
     note(f"saved.{GENERATION}", " ".join(f"{int(n)}:{counts[n]}" for n in sorted(counts)))
     sys.stdout.flush()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""A worker that all-reduces until it is ended, with whatever unpleasantness its flags name.
+"""A worker that all-reduces until it is stopped, with whatever unpleasantness its flags name.
 
-What it does it notes in files of the folder WORKER_NOTES: ``loop.GENERATION.RANK`` holds its pid once
-it has done a collective, ``saved.…`` that it was asked to end and did, ``child.PID`` and so on.
+It notes what it does in files in the folder WORKER_NOTES: ``loop.GENERATION.RANK`` holds its pid once
+it has done a collective, ``saved.…`` says that it was told to stop and saved, ``child.PID`` and so on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def start_daemon() -> None:
 
 
 def start_grandchild() -> None:
-    """A child, as a DataLoader's worker is one, with a child of its own that is deaf to SIGTERM."""
+    """A child, like a DataLoader's worker, with a child of its own that is deaf to SIGTERM."""
     if os.fork() == 0:
         subprocess.Popen(
             [sys.executable, "-SEc", STUBBORN, str(NOTES / f"grandchild.{GENERATION}.{RANK}")]
@@ -80,7 +80,7 @@ def loader(ready) -> None:
 
 
 def start_loaders() -> None:
-    """Children of multiprocessing, as a DataLoader's workers."""
+    """Children of multiprocessing, like a DataLoader's workers."""
     context = multiprocessing.get_context("fork")
     for _ in range(2):
         ready = context.Event()
@@ -90,7 +90,7 @@ def start_loaders() -> None:
 
 
 def save() -> None:
-    """What a trainer does when it is asked to end: takes its time and writes a checkpoint."""
+    """Do what a trainer does when it is told to stop: take some time and write a checkpoint."""
     time.sleep(0.2)
     note("saved")
 
@@ -134,7 +134,7 @@ def main() -> None:
         note("loop")
         if args.ends_well or int(GENERATION) >= args.generations:
             note("ended")
-            # Not through torch's destructors: they abort now and then while Gloo's threads run.
+            # Skip torch's destructors: they abort now and then while Gloo's threads run.
             sys.stdout.flush()
             os._exit(0)
         while True:

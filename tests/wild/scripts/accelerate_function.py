@@ -1,4 +1,4 @@
-"""accelerate in a function launch: it takes the process group that is there."""
+"""accelerate in a function launch: it uses the process group that exists."""
 
 import sys
 from pathlib import Path

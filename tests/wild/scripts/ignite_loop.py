@@ -1,4 +1,4 @@
-"""ignite: its Parallel finds the group's variables by itself."""
+"""ignite: its Parallel finds the group's variables on its own."""
 
 import ignite.distributed as idist
 import torch

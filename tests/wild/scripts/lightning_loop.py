@@ -1,4 +1,4 @@
-"""Lightning: the processes are there already, and it is to see that."""
+"""Lightning: the processes already exist, and it has to notice."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What `rally ps` shows of a training run by Lightning, in its middle."""
+"""What `rally ps` shows of a training run by Lightning, midway."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What `rally ps` shows of a training run by the Trainer of transformers, in its middle."""
+"""What `rally ps` shows of a training run by the Trainer of transformers, midway."""
 
 import sys
 import tempfile

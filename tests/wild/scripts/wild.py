@@ -11,8 +11,8 @@ import torch
 
 
 OUT = Path(os.environ["WILD_OUT"])
-# train; fail: rank 1 raises; restart: it raises in the first attempt, behind two checkpoints; stop: no end by itself; kill: in a
-# session, ranks are killed.
+# train; fail: rank 1 raises; restart: it raises in the first attempt, after two checkpoints; stop: it never ends on its own;
+# kill: in a session, ranks are killed.
 MODE = os.environ.get("WILD_MODE", "train")
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 EPOCHS = 100_000 if MODE == "stop" else 4  # of four steps each: 64 samples, 2 ranks, batches of 8
