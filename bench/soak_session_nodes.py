@@ -172,7 +172,8 @@ def run(options: argparse.Namespace, steps: int, faults: int, progress: Progress
                 host.start()
             if faults:
                 found = torment(
-                    hosts, network, board, rng, faults, progress, meetings=options.meetings
+                    *(hosts, network, board, rng, faults, progress, folder, mark),
+                    meetings=options.meetings,
                 )
             codes = [] if found.get("hangs") else [wait(host, PATIENCE + steps) for host in hosts]
         finally:
@@ -208,6 +209,8 @@ def torment(
     rng: random.Random,
     faults: int,
     progress: Progress,
+    folder: Path,
+    mark: str,
     *,
     meetings: bool,
 ) -> dict[str, Any]:
@@ -232,6 +235,7 @@ def torment(
             continue  # the next fault strikes during this recovery
         if not stepping(board, hosts, at):
             hangs.append(f"fault {number}: {name}")
+            keep_stacks(folder, mark)
             break
         times[name].append(time.monotonic() - at)
         same = sum(old == new for old, (new, *_) in zip(before, board.lines(), strict=True))
@@ -244,6 +248,21 @@ def torment(
         "workers_replaced": lost,
         "seconds_to_the_next_step_of_all": {k: spread(v) for k, v in sorted(times.items())},
     }
+
+
+def keep_stacks(folder: Path, mark: str) -> None:
+    """Keep where each process of the job is, if py-spy is installed."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return
+    for each in processes_with(MARK, mark):
+        with (
+            contextlib.suppress(psutil.Error, subprocess.SubprocessError),
+            (folder / f"stacks {each.pid}").open("w") as file,
+        ):
+            print(*each.cmdline(), file=file, flush=True)
+            words = [program, "dump", "--pid", str(each.pid)]
+            subprocess.run(words, stdout=file, stderr=file, timeout=30, check=False)
 
 
 def stepping(board: Board, hosts: list[Host], since: float) -> bool:
