@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.errors import RendezvousConnectionError
 from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
 from rallypoint.launch.coordination.interface import (
     CoordinationEvent,
@@ -19,6 +20,7 @@ from rallypoint.launch.coordination.interface import (
 )
 from rallypoint.launch.coordination.peers import PeerNodes
 from rallypoint.rendezvous import RendezvousInfo, parse_endpoint
+from rallypoint.rendezvous.record_store import RecordStore
 
 
 PATIENCE = 30.0
@@ -107,3 +109,29 @@ def test_a_round_is_heard_of_before_a_node_that_leaves_it_at_once(
         heard += stays.take()
     assert isinstance(heard[0], RoundReady)
     assert heard[1] == PeerEvent("leaving", its.node_rank, its.generation)
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_round_is_heard_of_if_its_store_is_lost_at_once(
+    nodes: list[PeerNodes], monkeypatch: pytest.MonkeyPatch, generation: int
+) -> None:
+    """Otherwise the others would wait for this node, whose supervisor would still wait for the round."""
+    if generation:
+        meet(nodes, 0)
+    unlucky, other = nodes
+
+    def lost() -> RecordStore:
+        raise RendezvousConnectionError("the store is gone")
+
+    monkeypatch.setattr(unlucky, "_clone", lost)
+    for node in nodes:
+        node.join(generation, NodeFacts(num_workers=1))
+    assert taken_round(other).generation == generation
+    heard: list[CoordinationEvent] = []
+    while len(heard) < 2:
+        assert ready(unlucky)
+        heard += unlucky.take()
+    formed, told, *_ = heard
+    assert isinstance(formed, RoundReady)
+    assert isinstance(told, PeerEvent)
+    assert (formed.generation, told.generation, told.what) == (generation, generation, "lost")

@@ -337,13 +337,14 @@ class PeerNodes:
         if self._reader is not None:
             self._reader.end()
         self._questions = NodeQuestions(current, self._clone)
-        self._reader = JournalReader(self, current, self._clone(), self._lease)
         with self._lock:
-            # The supervisor hears of the round before anything that happens in it: a member may leave at once.
+            # The supervisor hears of the round before anything that happens in it: a member may leave at once, and the
+            # store may be lost right here.
             self._round = current
             self._reports = ()
             self._put(ready)
         self._joining = False  # news that others are ahead are about this round from here on
+        self._reader = JournalReader(self, current, self._clone(), self._lease)
         self._reader.start()
 
     def _close_is_heard(self) -> str:
