@@ -215,7 +215,8 @@ class KeptProcess:
                 # Another process in its place could not read it either.
                 self.link.tell({"kind": "kept refused"})
             raise ElasticError(
-                f"the record of the set-up of rank {self._rank} was lost with the nodes that held it"
+                f"the record of the set-up of rank {self._rank} was lost with the nodes that held it, so all workers have to start"
+                " again: allow that with --max-restarts, or keep more copies with elastic.session(copies=...)"
             ) from None
         except RendezvousConnectionError:
             # The store is lost. The supervisor ends this process when it knows the next one, and starts another.
