@@ -407,3 +407,21 @@ def test_workers_that_are_yet_to_be_started_belong_to_the_round_that_forms_next(
     (job.folder / "stop").touch()
     wait_until(lambda: not job.living, "the job ends", 60)
     del store
+
+
+def test_all_begin_anew_without_a_charge_if_a_record_is_lost_with_its_nodes(job: Job) -> None:
+    job.copies = 3
+    ranks = job.all_train()
+    before = job.progress()
+    ranks[0].process.send_signal(signal.SIGKILL)
+    ranks[0].process.wait()
+    # All three that had the record of rank 2 are gone before they can pass it on.
+    for rank in (2, 3):
+        os.kill(before[rank][1], signal.SIGKILL)
+    job.start(spares=0)
+    job.begins_anew(before)
+    text = str(job)
+    assert "the record that local rank 0 needs for its set-up was lost" in text, text
+    assert "the job failed" not in text, text
+    (job.folder / "stop").touch()
+    wait_until(lambda: not job.living, "the job ends", 60)

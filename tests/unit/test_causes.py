@@ -64,10 +64,18 @@ def test_a_node_that_restarts_its_workers_alone_says_so() -> None:
 
 
 def test_the_line_says_why_a_worker_of_a_session_is_not_replaced() -> None:
+    causes = Causes(failures=(KILLED,), lost="node 1 is lost")
     for verdict in (Verdict.FAILED, Verdict.CHANGED):
-        told = Causes(failures=(KILLED,)).why_all_restart(state(verdict), "--max-losses is 0")
+        told = causes.why_all_restart(state(verdict), "--max-losses is 0")
         assert told.endswith("; not replaced: --max-losses is 0")
-        assert told.startswith(Causes(failures=(KILLED,)).why_all_restart(state(verdict)))
+        assert told.startswith(causes.why_all_restart(state(verdict)))
+
+
+def test_a_reason_that_is_the_cause_itself_is_said_once() -> None:
+    why = "node 2 could not keep its workers"
+    expected = f"{why}; restarting all workers"
+    assert Causes(lost=why).why_all_restart(state(Verdict.CHANGED), why) == expected
+    assert Causes().why_all_restart(state(Verdict.CHANGED), why) == expected
 
 
 def test_an_echo_of_another_node_does_not_hide_what_was_told_before() -> None:

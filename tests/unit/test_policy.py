@@ -991,6 +991,31 @@ def test_a_node_that_could_not_keep_its_workers_is_named_as_the_reason():
     assert stopped.not_replaced == "node 1 could not keep its workers"
 
 
+RECORD_LOST = WorkerEnded(1, failed=True, refused=True, record_lost=True)
+
+
+def test_all_start_anew_without_a_charge_if_a_record_was_lost_with_its_nodes():
+    stops = policy.decide(0.0, replace(on_three_nodes(), max_restarts=0), RECORD_LOST)
+    assert stops.commands == (TellPeers("not kept"), SignalWorkers(signal.SIGTERM))
+    assert "the record that local rank 1 needs for its set-up was lost" in stops.state.not_replaced
+    told = policy.decide(0.1, stops.state, NotKept(0))
+    assert (told.state, told.commands) == (stops.state, ())
+    *_, join = after_all_end(told.state).commands
+    assert join == Join(1, 0, Verdict.CHANGED)
+
+
+def test_a_lost_record_is_no_failure_either_while_the_cause_of_a_symptom_is_looked_for():
+    listens = replace(on_three_nodes(), phase=Phase.LISTENING, aim=Aim.RESTART)
+    stops = policy.decide(0.0, listens, RECORD_LOST).state
+    assert (stops.phase, stops.aim, stops.verdict) == (Phase.STOPPING, Aim.RESTART, Verdict.CHANGED)
+
+
+def test_with_a_fixed_number_of_nodes_a_lost_record_is_a_failure():
+    fixed = replace(on_three_nodes(), elastic=False, max_restarts=0)
+    failed = policy.decide(0.0, fixed, RECORD_LOST).state
+    assert (failed.aim, failed.not_replaced) == (Aim.FAIL, "its session cannot be kept")
+
+
 def test_why_a_round_keeps_nobody_is_what_the_round_says():
     held = policy.decide(0.0, on_three_nodes(), PeerLost(2)).state
     # Another loss in the meantime is no reason.
@@ -1014,7 +1039,7 @@ def test_who_alone_has_what_newcomers_need_must_not_lose_it_on_the_way():
 
 
 def test_until_all_have_met_the_loss_of_who_has_it_starts_all_anew():
-    held = policy.decide(0.0, on_three_nodes(max_restarts=3), PeerLost(2)).state
+    held = policy.decide(0.0, on_three_nodes(max_restarts=0), PeerLost(2)).state
     met = policy.decide(0.1, held, kept_round(relied_on=True)).state
     assert met.phase is Phase.RUNNING
     lost = policy.decide(0.2, met, WorkerEnded(1, failed=True)).state
@@ -1159,6 +1184,9 @@ ROUNDS = st.one_of(
 EVENTS = st.one_of(
     ROUNDS,
     st.builds(WorkerEnded, st.integers(-1, WORKERS), st.booleans(), st.booleans()),
+    st.builds(
+        WorkerEnded, st.integers(0, WORKERS), failed=st.just(True), record_lost=st.just(True)
+    ),
     st.builds(PeerFailed, st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.builds(PeerLeaves, st.integers(0, 3)),
     st.just(NodeWaiting()),

@@ -53,6 +53,7 @@ class Worker:
         hung: why it counts as hung, in words, if it was ended for that.
         failed_at: the step in which its session failed; -1 if it did not.
         is_refused: its session cannot be kept, nor could that of another process in its place.
+        record_lost: it is refused because the record of a set-up was lost with nodes.
         collectives: what it had begun in its process groups when another worker failed.
         memory_fd: what it keeps for the worker that takes its place.
         steps_fd: the step that it is in, once it has reported one.
@@ -76,6 +77,7 @@ class Worker:
     hung: str = ""
     failed_at: int = -1
     is_refused: bool = False
+    record_lost: bool = False
     collectives: tuple[Any, ...] = ()
     memory_fd: int | None = None
     steps_fd: int | None = None

@@ -792,7 +792,7 @@ class Supervisor:
             case "kept failed":
                 worker.failed_at = int(record["step"])
             case "kept refused":
-                worker.is_refused = True
+                worker.is_refused, worker.record_lost = True, record.get("record_lost") is True
             case _:
                 pass  # the script has written to the descriptor
 

@@ -15,6 +15,7 @@ Worker to supervisor, one JSON record per line:
 - ``{"kind": "kept left"}``: the session has ended without an error.
 - ``{"kind": "kept failed", "step": 1204}``: an exception of this rank's own ends the session, in this step.
 - ``{"kind": "kept refused"}``: the sessions do not match or cannot be kept: this process exits, as any in its place would.
+  ``record_lost``: true if that is because the record of a set-up was lost with nodes.
 
 Supervisor to worker:
 

@@ -213,10 +213,10 @@ class KeptProcess:
         except RecordsLost:
             if not self._is_spare:
                 # Another process in its place could not read it either.
-                self.link.tell({"kind": "kept refused"})
+                self.link.tell({"kind": "kept refused", "record_lost": True})
             raise ElasticError(
-                f"the record of the set-up of rank {self._rank} was lost with the nodes that held it, so all workers have to start"
-                " again: allow that with --max-restarts, or keep more copies with elastic.session(copies=...)"
+                f"the record of the set-up of rank {self._rank} was lost with the nodes that held it, so all workers start again;"
+                " elastic.session(copies=...) can keep more copies"
             ) from None
         except RendezvousConnectionError:
             # The store is lost. The supervisor ends this process when it knows the next one, and starts another.

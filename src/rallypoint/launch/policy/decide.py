@@ -47,6 +47,8 @@ from .events import (
 )
 from .generations import (
     LEFTOVER_GRACE,
+    RECORD_LOST,
+    RECORDS_LOST,
     after_failure,
     end,
     moment_over,
@@ -84,10 +86,14 @@ def decide(now: float, state: State, event: Event) -> Decision:
             if failed and state.comes and state.is_extra and state.phase is Phase.RUNNING:
                 new = replace(state, running=state.running - {index}, fails_alone=True)
                 return stop(now, new, Aim.FAIL, "the session goes on without it", tell="leaving")
+            if event.record_lost and state.elastic and state.phase in _STARTED:
+                return _record_lost(now, state, index, RECORD_LOST.format(index))
             if failed:
                 why = sessions.why_not_replaced(now, state, event)
                 if not why:
                     return sessions.lose_worker(now, state, index)
+                if why == RECORDS_LOST and state.elastic:
+                    return _record_lost(now, state, index, why)
                 if index in state.running:
                     state = with_reason(state, why)
             return _worker_ended(now, state, index, failed, symptom)
@@ -188,6 +194,7 @@ def _refilled(now: float, state: State) -> State:
     return replace(state, charged=charged, restarts=len(charged))
 
 
+_STARTED = frozenset({Phase.RUNNING, Phase.LISTENING})
 _ALIVE = frozenset({Phase.RUNNING, Phase.LISTENING, Phase.SWEEPING, Phase.WAITING})
 
 
@@ -226,6 +233,12 @@ def _membership_changed(now: float, state: State, why: str, *, fatal: bool) -> D
     if state.phase is Phase.SWEEPING and state.aim is Aim.SUCCEED:
         return Decision(state, (), f"{why}, and the workers of this node have succeeded")
     return Decision(state, (), f"{why} while {state.phase}")
+
+
+def _record_lost(now: float, state: State, index: int, why: str) -> Decision:
+    """Another process cannot take this worker's place, because nodes were lost before. That is charged to nobody."""
+    new = with_reason(replace(state, running=state.running - {index}), why)
+    return stop(now, new, Aim.RESTART, why, tell="not kept", verdict=Verdict.CHANGED)
 
 
 def _meet_again(state: State, why: str) -> Decision:
@@ -269,7 +282,7 @@ def _left_out(now: float, state: State) -> Decision:
 
 def _worker_ended(now: float, state: State, index: int, failed: bool, symptom: bool) -> Decision:
     state = replace(state, running=state.running - {index})
-    if state.phase in {Phase.RUNNING, Phase.LISTENING} and failed:
+    if state.phase in _STARTED and failed:
         aim, verdict = after_failure(state, symptom)
         # Report the first failure, and the cause if it comes later.
         tell = "failed" if state.phase is Phase.RUNNING or not symptom else None

@@ -50,6 +50,7 @@ class WorkerEnded:
         symptom: it only reports a lost peer, or the supervisor stopped it.
         again: it raised what a replaced worker had raised at the same step, and another one in its place would, too.
         refused: its session cannot be kept, nor could that of another worker in its place.
+        record_lost: it is refused because the record of a set-up was lost with nodes.
     """
 
     index: int
@@ -57,6 +58,7 @@ class WorkerEnded:
     symptom: bool = False
     again: bool = False
     refused: bool = False
+    record_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,9 @@ from .state import Aim, Phase, State, Verdict
 LEFTOVER_GRACE = 1.0
 # Why no worker is kept.
 OVER = "another worker has left the session"
+RECORD_LOST = (
+    "the record that local rank {} needs for its set-up was lost with the nodes that held it"
+)
 RECORDS_LOST = "it may have had the last copy of the set-up record that new workers need, as the store that held it is lost"
 # The workers are asked a second time this long before the moment ends.
 ANSWER_TIME = 0.3

@@ -90,7 +90,8 @@ class Causes:
         # A round that has already formed has reset the verdict to NONE.
         if state.verdict in {Verdict.CHANGED, Verdict.NONE}:
             which = "this node's" if alone else "all"
-            return f"{self.lost or 'a node joined or left'}; restarting {which} workers{end}"
+            why = self.lost or not_replaced or "a node joined or left"
+            return f"{why}; restarting {which} workers{end if why != not_replaced else ''}"
         attempt, budget = state.restarts + 2, state.max_restarts + 1
         again = f"attempt {attempt} of {budget}"
         if state.restart_window:

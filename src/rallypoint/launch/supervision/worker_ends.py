@@ -81,6 +81,7 @@ class WorkerEnds:
             symptom=symptom,
             again=again,
             refused=worker.is_refused,
+            record_lost=worker.record_lost,
         )
         if self._may_be_ahead(status):
             self._held.append(end)
