@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import zlib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
-from rallypoint.control.profiling import host_clocks, trace_merging
+from rallypoint.control.profiling import host_clocks, profile_probe, trace_merging
 from rallypoint.control.profiling.trace_merging import Trace
 from rallypoint.launch.coordination import node_answers
 
@@ -141,6 +144,21 @@ def test_samples_are_merged() -> None:
         stacks = [[frames[place]["name"] for place in stack] for stack in each["samples"]]
         assert stacks == [["f", "g"], ["g"]]
     assert merged["profiles"][1]["samples"] == [[2, 3], [3]]
+
+
+def test_a_trace_of_another_node_is_whole_or_refused() -> None:
+    data = b"[" + b"1," * 10_000 + b"1]"
+    compressed = zlib.compress(data)
+    packed = base64.b64encode(compressed).decode()
+    assert profile_probe.unpacked(packed) == data
+    assert profile_probe.unpacked(packed, most=len(data)) == data
+    with pytest.raises(ValueError, match="it has more than 0.0190735 MiB: record less"):
+        profile_probe.unpacked(packed, most=20_000)
+    with pytest.raises(ValueError, match="it is cut off"):
+        profile_probe.unpacked(base64.b64encode(compressed[:-20]).decode())
+    for what in (base64.b64encode(data).decode(), "no base64"):
+        with pytest.raises(ValueError):
+            profile_probe.unpacked(what)
 
 
 def test_another_node_cannot_name_a_file() -> None:

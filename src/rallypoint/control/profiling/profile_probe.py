@@ -188,12 +188,19 @@ def _packed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unpacked(packed: str, most: int = 1 << 30) -> bytes:
-    """The trace in ``packed``, cut off after ``most`` bytes.
+    """The trace in ``packed``.
 
     Raises:
-        ValueError: it is not a packed trace.
+        ValueError: it is not a packed trace, is cut off, or has more than ``most`` bytes.
     """
+    decompressor = zlib.decompressobj()
     try:
-        return zlib.decompressobj().decompress(base64.b64decode(packed), most)
+        trace = decompressor.decompress(base64.b64decode(packed), most + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from None
+    if len(trace) > most:
+        room = f"{most / (1 << 20):g} MiB"
+        raise ValueError(f"it has more than {room}: record less, or use --here on its host")
+    if not decompressor.eof:
+        raise ValueError("it is cut off")
+    return trace
