@@ -651,6 +651,7 @@ def every_optimizer() -> None:
         ),
         (torch.optim.SGD([torch.ones(1)]), "expected a class"),
         (PostLocalSGDOptimizer, "averages over a process group: use it there"),
+        (torch.optim.LBFGS, r"LBFGS, whose step\(\) needs a closure"),
     ):
         with pytest.raises(TypeError, match=message) as raised:
             DistributedOptimizer(wrong, references, lr=0.1)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -1305,6 +1306,12 @@ def test_unknown_workers_are_refused_at_once_with_those_there_are(trio):
         for to in (1.0, None, True, ("w1",)):
             with pytest.raises(ValueError, match="expected the name, rank or WorkerInfo"):
                 rpc.rpc_sync(to, double, (1,))
+        for to in (np.int64(1), torch.tensor(1)):
+            assert rpc.rpc_sync(to, double, (1,)) == 2
+            assert rpc.get_worker_info(to).name == "w1"
+        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote, rpc.rpc_stream):
+            with pytest.raises(TypeError, match="kwargs is {1: 2}: expected names of arguments"):
+                call("w1", double, kwargs={1: 2})
 
     trio.on(0, case)
 

@@ -150,6 +150,10 @@ def test_a_value_made_elsewhere_is_fetched_used_and_called(trio):
         for way in (rref.rpc_sync, rref.remote):
             with pytest.raises(AttributeError, match="has no attribute 'missing'"):
                 way().missing()
+        with pytest.raises(
+            AttributeError, match="__len__ cannot be called through a reference: pass"
+        ):
+            rref.rpc_sync().__len__()
         with pytest.raises(rpc.RpcTimeout):
             rref.rpc_sync(timeout=0.05).nap(0.2)
         assert rpc.rpc_sync("w1", living) == 1

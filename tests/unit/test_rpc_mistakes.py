@@ -204,6 +204,11 @@ def test_a_short_secret_in_the_environment_is_refused_and_not_shown(monkeypatch)
     assert "hunter2" not in str(caught.value)
 
 
+def test_an_address_in_place_of_a_store_is_shown():
+    with pytest.raises(TypeError, match=r"store is 'tcp://h:1': .* belongs in the init_method"):
+        rpc.init_rpc("me", rank=0, world_size=1, store="tcp://h:1")
+
+
 @pytest.mark.parametrize("args", [1, "ab", b"ab", {"x": 1}, {1}, np.ones(1), torch.ones(2)])
 def test_an_argument_that_was_not_put_into_a_tuple_is_shown(alone, args):
     with pytest.raises(TypeError, match=r"args is .*expected positional arguments in a tuple"):

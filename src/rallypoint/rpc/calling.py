@@ -149,6 +149,8 @@ def prepare(
     arguments = args if type(args) is tuple else positional(args)
     if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs is {_shown(kwargs)}: expected a dict of keyword arguments")
+    if kwargs and not all(type(each) is str or isinstance(each, str) for each in kwargs):
+        raise TypeError(f"kwargs is {_shown(kwargs)}: expected names of arguments as its keys")
     if type(func) is _BUILTIN_TYPE or isinstance(func, torch.jit.ScriptFunction):
         if is_builtin(func):
             check_arguments(func, arguments, kwargs)

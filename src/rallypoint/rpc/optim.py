@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import threading
 from collections import defaultdict
@@ -33,6 +34,7 @@ _lock = threading.Lock()
 _local: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
 # It wraps an existing optimizer and averages over a process group, which calls know nothing about.
 _POST_LOCAL_SGD = "PostLocalSGDOptimizer"
+_POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def _check_class(kind: Any) -> None:
@@ -45,6 +47,12 @@ def _check_class(kind: Any) -> None:
         raise TypeError(
             f"optimizer_class is {_POST_LOCAL_SGD}, which averages over a process group: use it there without a"
             " DistributedOptimizer, or pass the class of the optimizer that it wraps"
+        )
+    _, *others = inspect.signature(kind.step).parameters.values()
+    if any(each.default is each.empty and each.kind in _POSITIONAL for each in others):
+        raise TypeError(
+            f"optimizer_class is {kind.__name__}, whose step() needs a closure that computes the loss again: a step in a"
+            " context has only gradients"
         )
 
 
@@ -123,7 +131,7 @@ class DistributedOptimizer:
         args, kwargs: each optimizer's further arguments, after its parameters.
 
     Raises:
-        TypeError: ``optimizer_class`` is not an optimizer class, or is one that averages over a process group; or
+        TypeError: ``optimizer_class`` is not an optimizer class, averages over a process group, or needs a closure; or
             ``params_rref`` does not contain references.
         PeerLost: a worker that has parameters is gone.
         Exception: what the optimizer's class raised. All workers have answered by then; errors from other workers are

@@ -55,7 +55,10 @@ class RRefProxy:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)
+            raise AttributeError(
+                f"{name} cannot be called through a reference: pass the reference to a function on its owner instead, as in"
+                " rpc.rpc_sync(rref.owner(), function, (rref,))"
+            )
         return lambda *args, **kwargs: self._invoke(name, args, kwargs)
 
     def _invoke(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
 from typing import Any
 
+from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import Expelled, RpcError
 from rallypoint.rpc.worker_info import WorkerInfo
 
@@ -64,9 +66,11 @@ class Roster:
         if isinstance(to, WorkerInfo):
             to = to.id
         elif isinstance(to, bool) or not isinstance(to, (str, int)):
-            raise ValueError(  # noqa: TRY004  # torch's, for a rank that is a float
-                f"expected the name, rank or WorkerInfo of a worker, but got {to!r}"
-            )
+            if not is_whole(to):
+                raise ValueError(
+                    f"expected the name, rank or WorkerInfo of a worker, but got {to!r}"
+                )
+            to = operator.index(to)  # a NumPy integer
         assert self.group is not None
         return self.group.find(to)
 

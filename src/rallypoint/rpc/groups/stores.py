@@ -189,4 +189,9 @@ def _check_host(init_method: str) -> None:
 
 
 def prefixed(prefix: str, store: Any) -> Any:
+    if not isinstance(store, dist.Store):
+        raise TypeError(
+            f"store is {store!r}: expected a store of torch.distributed, such as a TCPStore; an address belongs in the"
+            " init_method of the options"
+        )
     return dist.PrefixStore(prefix, store)
