@@ -29,7 +29,8 @@ Rules:
    starting in order to enter one, only that worker is replaced, and the others are told (``Replace``). At most ``max_losses`` are
    replaced in ``loss_window`` seconds, and none whose error occurred at the same step before. If a worker is not replaced, the
    reason is kept for people (``not_replaced``). With several nodes, all are told of the loss first (``TellLoss``). They read of
-   losses in the same order, so they number them alike. A node that cannot keep its workers says so by failing; then all restart.
+   losses in the same order, so they number them alike. A node that cannot keep its workers says so by failing; then all restart. In
+   an elastic job this is not charged if nodes were lost together with what a newcomer needs: they are the cause.
 7. If all workers of an elastic node are in a session, the loss of another node does not stop them: they are held
    (REJOINING) while the nodes meet again. If the round's plan says that all survivors keep their ranks and other nodes
    fill the free ones, the workers continue, and the newcomers' workers take the places of the lost ones. Otherwise all
