@@ -34,7 +34,6 @@ _lock = threading.Lock()
 _local: WeakValueDictionary[int, _LocalOptimizer] = WeakValueDictionary()
 # It wraps an existing optimizer and averages over a process group, which calls know nothing about.
 _POST_LOCAL_SGD = "PostLocalSGDOptimizer"
-_POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 def _check_class(kind: Any) -> None:
@@ -48,12 +47,13 @@ def _check_class(kind: Any) -> None:
             f"optimizer_class is {_POST_LOCAL_SGD}, which averages over a process group: use it there without a"
             " DistributedOptimizer, or pass the class of the optimizer that it wraps"
         )
-    _, *others = inspect.signature(kind.step).parameters.values()
-    if any(each.default is each.empty and each.kind in _POSITIONAL for each in others):
+    try:
+        inspect.signature(kind.step).bind("self")
+    except TypeError:
         raise TypeError(
             f"optimizer_class is {kind.__name__}, whose step() needs a closure that computes the loss again: a step in a"
             " context has only gradients"
-        )
+        ) from None
 
 
 def _not_references(what: str, found: Any) -> TypeError:
