@@ -820,6 +820,44 @@ def test_a_job_that_hangs_is_restarted_or_fails_on_request(tmp_path: Path, what:
         assert job.returncode != 0 and f"the job failed: {why}" in told
 
 
+MISSES_A_RECOVERY = """
+import os, signal
+from rallypoint import elastic
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, first = dist.get_rank(), os.environ["RALLY_GENERATION"] == "0"
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with elastic.session(model, optimizer) as session:
+    while session.position < 3:
+        with session.step():
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if first and session.position == 2 and rank == 1:
+            os.read(os.pipe()[0], 1)
+        if first and session.position == 2 and rank == 0 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_recovery_to_which_a_rank_does_not_come_is_a_hang(tmp_path: Path) -> None:
+    script = tmp_path / "misses.py"
+    script.write_text(MISSES_A_RECOVERY)
+    words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "2", "--on-hang", "restart"]
+    words += ["--max-restarts", "1", str(script)]
+    job = Popen(words, stderr=subprocess.PIPE, cwd=tmp_path)
+    _, shown = job.communicate(timeout=2 * PATIENCE)
+    told = " ".join(shown.decode().split())
+    assert job.returncode == 0, told
+    assert "rally: ranks 0, 2 wait for rank 1 to recover from a loss: no worker has" in told
+    assert "misses.py:17 in <module>" in told
+    assert "it hangs: ranks 0, 2 wait for rank 1" in told
+    assert "restarting all workers (attempt 2 of 2)" in told
+
+
 @pytest.mark.long
 def test_a_hang_on_another_node_restarts_all_nodes(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"

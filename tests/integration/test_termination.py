@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -55,3 +56,35 @@ def test_what_the_script_has_set_runs_in_the_end(
 def test_a_signal_that_is_ignored_stays_so() -> None:
     words = [sys.executable, "-c", SCRIPT, "60", "ignored", "leave"]
     assert run(words, timeout=100).returncode == 0
+
+
+STUCK = """
+import ctypes, threading
+from rallypoint.elastic.worker.termination import Termination, Word
+
+held = Termination()
+held.begin()
+
+def supervise():
+    print("stuck", flush=True)
+    input()
+    held.heed(Word.END)
+
+threading.Thread(target=supervise, daemon=True).start()
+mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)  # no signal interrupts this, so Python runs no handler
+"""
+
+
+def test_a_process_that_hangs_outside_of_python_ends_when_it_is_told_to() -> None:
+    child = subprocess.Popen([sys.executable, "-c", STUCK], stdin=-1, stdout=-1)
+    try:
+        assert child.stdin and child.stdout
+        assert child.stdout.readline() == b"stuck\n"
+        child.send_signal(signal.SIGTERM)
+        child.communicate(b"\n", timeout=100)
+        assert child.returncode == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()

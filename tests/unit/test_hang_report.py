@@ -53,6 +53,54 @@ def test_what_is_said(second: dict[str, Any], count: int, says: str) -> None:
     assert hang is not None and says in hang.text.splitlines()[0]
 
 
+MEETING = ("/train.py", "/lib/rallypoint/elastic/recovery/meeting.py")
+
+
+def meets(rank: int, function: str = "_meet") -> dict[str, Any]:
+    found = process(rank, *MEETING)
+    found["threads"][0]["frames"][1]["function"] = function
+    return found
+
+
+def test_who_does_not_come_to_a_recovery_is_named() -> None:
+    processes = [meets(0), process(1, "/train.py"), process(2, *COLLECTIVE), meets(3)]
+    hang = hang_report.explain(processes, 60.0, 4)
+    assert hang is not None and (hang.missing, hang.waiting) == ((1, 2), (0, 3))
+    first, second, *_ = hang.text.splitlines()
+    assert first == (
+        "ranks 0, 3 wait for ranks 1, 2 to recover from a loss: no worker has used CPU or storage for 60 s"
+        " (a printed line does not count)"
+    )
+    assert second == "--step-timeout SECONDS replaces workers of a session that hang"
+    assert not hang.confirms(None) and hang.confirms(hang)
+
+
+def test_who_is_at_work_elsewhere_during_a_recovery_is_named() -> None:
+    hang = hang_report.explain([meets(0), process(1, "/train.py")], 180.0, 2, working=True)
+    assert hang is not None and hang.missing == (1,)
+    assert hang.text.startswith(
+        "rank 0 has waited 180 s for rank 1 to recover from a loss; rank 1 is still at work\n"
+    )
+
+
+def test_a_recovery_without_an_answer_from_elsewhere_is_a_hang_too() -> None:
+    hang = hang_report.explain([meets(0), meets(1)], 60.0, 4)
+    assert hang is not None and (hang.missing, hang.waiting) == ((), (0, 1))
+    assert hang.text.startswith("ranks 0, 1 wait for others to recover from a loss: ")
+    assert hang_report.explain([meets(0), meets(1)], 60.0, 4, working=True) is None
+
+
+def test_the_supervisors_word_is_no_recovery_yet() -> None:
+    assert hang_report.explain([meets(0, "_recover"), process(1)], 60.0, 2) is None
+
+
+def test_a_sessions_own_barriers_are_collectives() -> None:
+    barrier = ("/train.py", "/lib/rallypoint/elastic/communication/kept_group.py")
+    hang = hang_report.explain([process(0, *barrier), process(1, "/train.py")], 60.0, 2)
+    assert hang is not None and hang.missing == (1,)
+    assert hang.text.startswith("rank 1 does not come to a collective in which rank 0 waits: ")
+
+
 def test_who_has_ended_is_named() -> None:
     processes = [process(0, *COLLECTIVE), process(2, *COLLECTIVE)]
     hang = hang_report.explain(processes, 60.0, 3, ended=[1])

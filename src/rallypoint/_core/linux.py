@@ -65,6 +65,23 @@ def memfd_create(name: str, flags: int = MFD_CLOEXEC) -> int:
     return _call("memfd_create", os.fsencode(name), flags)
 
 
+def act_by_default(number: int) -> None:
+    """Have a signal act as in a process without a handler. Any thread may call this, unlike ``signal.signal``.
+
+    Python's own record of the handler stays as it was: for a process that is about to die of this signal.
+
+    Raises:
+        OSError: the signal does not exist, or cannot be handled.
+    """
+    import ctypes
+
+    handle = _libc().signal
+    handle.argtypes, handle.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    if handle(number, signal.SIG_DFL.value or None) == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def why_no_pidfds() -> str | None:
     """Why this system has no process descriptors; None if it has them."""
     try:

@@ -1,4 +1,4 @@
-"""Whether idle workers hang, judged by their stacks: who waits in a collective, and who does not enter it. Pure."""
+"""Whether idle workers hang, judged by their stacks: who waits in a collective or a recovery, and who does not come. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from . import stack_groups
 
 
 # Python code in which a rank waits for others. The autograd engine is included: DDP and FSDP wait in backward.
-_WAITS = re.compile(r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$")
+# A session has barriers of its own.
+_WAITS = re.compile(
+    r"/torch/distributed/(?!rpc/|run|launch|elastic/)|/torch/autograd/graph\.py$"
+    r"|/rallypoint/elastic/communication/"
+)
+# Where the ranks of a session meet after a loss.
+_MEETS = re.compile(r"/rallypoint/elastic/recovery/meeting\.py:_meet$")
 # A rank must have waited in a collective for this share of the time without progress: its record may be younger than the hang.
 WAITED = 0.5
 
@@ -25,7 +31,7 @@ class Hang:
 
     Args:
         missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the ranks that wait in a collective.
+        waiting: the ranks that wait in a collective, or for the others to recover from a loss.
         text: a description for people.
         begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
             a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.
@@ -71,22 +77,26 @@ def explain(
         working: whether some workers are busy, while the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are sufficient evidence; otherwise records of collectives are required.
     Returns:
-        None if no rank waits in a collective (servers wait for requests as long as they like), or if the longest wait is less
-        than half of ``seconds``. With ``working``, also None if all ranks wait.
+        None if no rank waits in a collective or a recovery (servers wait for requests as long as they like), or if the longest
+        wait in a collective is less than half of ``seconds``. With ``working``, also None if all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
+    still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
+    meeting = sorted(each["rank"] for each in workers if _has_frame(each, _MEETS))
+    if meeting:
+        # Whatever the records say is about connections that the loss has closed.
+        return _without_recovery(processes, meeting, seconds, still, working=working)
     known = {each["rank"]: each["collectives"] for each in workers if each.get("collectives")}
     waited = collective_waits.longest(known)
     if waited is not None and waited < WAITED * seconds:
         return None  # steps advance, and need little CPU
     found = collective_waits.verdict(known, unheard)
-    still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
     if found is not None:
         gone = _have_ended(sorted(set(found.missing) & set(ended)))
         moved = "" if working else f"\n{still}"
         text = f"{found.text}{gone}{moved}\n{stack_groups.text(processes)}"
         return Hang(found.missing, found.waiting, text)
-    waiting = sorted(each["rank"] for each in workers if _waits(each))
+    waiting = sorted(each["rank"] for each in workers if _has_frame(each, _WAITS))
     if not waiting:
         return None
     missing = sorted({each["rank"] for each in workers} - set(waiting))
@@ -124,10 +134,42 @@ def explain(
     return Hang(tuple(missing), tuple(waiting), text, collective_waits.last_begun(known))
 
 
+def _without_recovery(
+    processes: Sequence[Mapping[str, Any]],
+    meeting: Sequence[int],
+    seconds: float,
+    still: str,
+    *,
+    working: bool,
+) -> Hang | None:
+    """The hang of a session whose ranks cannot recover from a loss, as some do not meet the others."""
+    missing = sorted({each["rank"] for each in processes if not each["name"]} - set(meeting))
+    others, who = in_words(meeting), in_words(missing)
+    waits = "waits" if len(meeting) == 1 else "wait"
+    if not missing:
+        if working:
+            return None
+        head = f"{others} {waits} for others to recover from a loss: {still}. Is the network between the nodes up?"
+    else:
+        one = len(missing) == 1
+        if working:
+            has = "has" if len(meeting) == 1 else "have"
+            head = f"{others} {has} waited {seconds:.0f} s for {who} to recover from a loss; {who} {'is' if one else 'are'} still at work"
+        else:
+            head = f"{others} {waits} for {who} to recover from a loss: {still}"
+        head += "\n--step-timeout SECONDS replaces workers of a session that hang"
+    text = f"{head}\n{stack_groups.text(processes)}"
+    return Hang(tuple(missing), tuple(meeting), text, {})
+
+
 def _have_ended(ranks: Sequence[int]) -> str:
     return f"; {in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended" if ranks else ""
 
 
-def _waits(process: Mapping[str, Any]) -> bool:
+def _has_frame(process: Mapping[str, Any], place: re.Pattern[str]) -> bool:
+    """Whether the main thread is in this place: a file, or a function of one as ``FILE:FUNCTION``."""
     threads = process["threads"]
-    return bool(threads) and any(_WAITS.search(each["file"]) for each in threads[0]["frames"])
+    return bool(threads) and any(
+        place.search(each["file"]) or place.search(f"{each['file']}:{each['function']}")
+        for each in threads[0]["frames"]
+    )

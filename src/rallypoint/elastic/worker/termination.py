@@ -16,6 +16,8 @@ from enum import Enum
 from types import FrameType
 from typing import Any
 
+from rallypoint._core import linux
+
 
 # Seconds that the supervisor may take to say that it was signalled, too.
 MOMENT = 1.0
@@ -85,7 +87,12 @@ class Termination:
 
     def heed(self, word: Word) -> None:
         """The supervisor says something. Called in the thread that listens to it."""
-        if self._decision.heard(word):
+        held = self._decision.heard(word)
+        if word is Word.END and self._before is signal.SIG_DFL:
+            # The main thread may hang outside of Python, where it never gets to a handler.
+            linux.act_by_default(signal.SIGTERM)
+            held = True
+        if held:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end(self) -> None:

@@ -65,10 +65,10 @@ def _state(
             return "a node is lost: its workers wait while the nodes meet again"
         case Phase.RUNNING if not facts["is_ready"]:
             return "starting"
-        case Phase.RUNNING if state.arriving:
-            return "replacing a lost worker"
         case Phase.RUNNING if (hang := facts["hang"]) is not None:
             return f"HANGING: {in_words(hang['missing'])}" if hang["missing"] else "HANGING"
+        case Phase.RUNNING if state.arriving:
+            return "replacing a lost worker"
         case Phase.RUNNING:
             return "running"
         case Phase.LISTENING:
