@@ -166,8 +166,12 @@ def test_a_program_and_its_children_end_with_its_group(start, tmp_path):
 # -- a worker that does not run --------------------------------------------------------------------
 
 
-def test_a_stopped_worker_is_killed_after_the_grace(start):
-    job = start(*two("--shutdown-timeout", "0.7", *FAST), worker=("--no-torch",))
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_stopped_worker_goes_on_to_its_end(start, deaf):
+    """Like any other: it ends by SIGTERM, or is killed after the grace if it ignores that."""
+    worker = ("--no-torch", "--deaf") if deaf else ("--no-torch",)
+    grace = "0.7" if deaf else "60"
+    job = start(*two("--shutdown-timeout", grace, *FAST), worker=worker)
     pids = job.workers(2)
     job.kill(pids[1], signal.SIGSTOP)
     stopped = psutil.Process(pids[1])
@@ -176,11 +180,11 @@ def test_a_stopped_worker_is_killed_after_the_grace(start):
     began = time.monotonic()
     job.kill(pids[0])
     assert job.end() == 128 + signal.SIGKILL
-    assert 0.6 < time.monotonic() - began < SOON * pace()
+    assert (0.6 if deaf else 0.0) < time.monotonic() - began < SOON * pace()
     assert not job.alive()
     report = one_report(job)
     assert "rank 0 was killed by SIGKILL" in report, "not the one that we killed later"
-    assert "rank 1: stopped (SIGKILL)" in report
+    assert f"rank 1: stopped ({'SIGKILL' if deaf else 'SIGTERM'})" in report
 
 
 # -- signals to the supervisor -----------------------------------------------------------------------

@@ -397,6 +397,12 @@ def send(pids: Iterable[int], number: int) -> None:
             pass  # a set-uid child; the parent-death signal does not reach it either
 
 
+def wake(pids: Iterable[int]) -> None:
+    """Continue these processes and their descendants, if stopped: a signal that was sent to them takes effect only then."""
+    for pid in pids:
+        send([each for each in (pid, *descendants(pid)) if state(each) == "T"], signal.SIGCONT)
+
+
 def set_title(text: str) -> None:
     """Show ``text`` as this process's command line, so that ``ps`` and ``pgrep -f`` find the script.
 

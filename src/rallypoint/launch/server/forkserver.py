@@ -24,8 +24,8 @@ Rules:
    nothing else here, and is not sent to the workers again when the supervisor asks: a second one would interrupt a
    handler that is writing a last checkpoint.
 
-Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``query`` · ``sweep`` · ``tell`` (whether a signal
-arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers forked in advance) · ``ping``.
+Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``wake`` (continue stopped workers, so that signals take
+effect) · ``query`` · ``sweep`` · ``tell`` (whether a signal arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers forked in advance) · ``ping``.
 Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit was
 reached) · ``learned`` (what the next workers will have imported) · ``heard`` (confirms a request with a number,
 ``ask``). Handlers document the fields.
@@ -254,6 +254,8 @@ class ForkServer:
                 self._probe(fds[0])
             case "signal":
                 self._signal(message)
+            case "wake":
+                process.wake(self._pids[name] for name in message["names"] if name in self._pids)
             case "query":
                 self._query(message["names"])
             case "sweep":
@@ -485,6 +487,7 @@ class ForkServer:
         if grace > 0:
             users = [pid for pid in self._left() if not process.cleans_up(pid)]
             process.send(users, signal.SIGTERM)
+            process.wake(users)
         self._sweep_kill_at = now + grace
         self._sweep_give_up_at = now + grace + KILL_PATIENCE
 

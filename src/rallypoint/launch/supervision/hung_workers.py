@@ -130,4 +130,5 @@ class HungWorkers:
                 )
 
         end(signal.SIGABRT)
+        self._ask({"do": "wake", "names": [worker.name]})
         self._loop.after(HANG_GRACE, lambda: end(signal.SIGKILL))

@@ -108,6 +108,8 @@ class ServerRequests:
                 self.is_deaf = True
                 pids = [each.pid for each in workers if each.name in message["names"]]
                 server.signal_children(pids, message["signal"], group=message["group"])
+            case "wake":
+                process.wake(each.pid for each in workers if each.name in message["names"])
             case "sweep" if state.phase is Phase.SWEEPING:
                 self.is_deaf = True
                 self._say(f"the {what}; ending its processes directly")

@@ -83,6 +83,9 @@ class WorkerSignals:
     def send(self, number: int) -> None:
         """Signal all running workers; if the job is told to stop, those in a session may save a last checkpoint first."""
         workers = self._now.workers
+        if self._now.state.phase is Phase.STOPPING:
+            # One that somebody has stopped would use up the grace period.
+            self._requests.ask({"do": "wake", "names": workers.running()})
         if self._may_save(number) and self._kept.tell_to_stop(workers):
             # They exit on their own. The rest of the grace period is for those that cannot.
 
