@@ -418,6 +418,26 @@ def test_a_worker_that_hangs_is_ended_while_the_set_up_of_a_newcomer_waits_for_i
     assert "rank 2 hung; another process takes its place" in done.stderr
 
 
+HANGS_IN_ITS_SET_UP = """
+if os.environ.get("RALLY_TAKES_OVER") and not (FOLDER / "hung").exists():
+    (FOLDER / "hung").touch()
+    threading.Event().wait()
+while (FOLDER / "wait")"""
+
+
+def test_a_newcomer_that_hangs_in_its_set_up_is_ended_and_replaced(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    script = SCRIPT.replace('\nwhile (FOLDER / "wait")', HANGS_IN_ITS_SET_UP)
+    faults = [(3, 1, "forward")]
+    done, ends = trained(tmp_path / "job", faults, "--step-timeout", "2", script=script)
+    assert done.returncode == 0, done.stderr
+    assert_same_end(ends, undisturbed)
+    assert "rank 1 hung; another process takes its place" in done.stderr
+    assert "it used no CPU or storage for 2 s, and the others wait for it to recover" in done.stderr
+    assert [end["recoveries"] for end in ends] == [1, 1, 1], "in one meeting"
+
+
 def test_a_worker_that_raises_is_replaced_once(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:

@@ -1,4 +1,7 @@
-"""``--step-timeout``: workers of a session that hang are found by comparison with the others, and ended."""
+"""``--step-timeout``: workers of a session that hang are found by comparison with the others, and ended.
+
+A worker that is to take a lost one's place has begun nothing yet. It hangs if it does nothing at all before its session.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import signal
 from collections.abc import Callable
 
 from rallypoint._core import clock, process, progress
+from rallypoint.control import usage
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.coordination.interface import Coordination, RoundReady
 from rallypoint.launch.coordination.step_tables import Tables
@@ -13,6 +17,7 @@ from rallypoint.launch.generation import Worker
 from rallypoint.launch.policy import Phase
 from rallypoint.launch.server.channel import Message
 from rallypoint.launch.watching.step_watch import Standstill, StepWatch
+from rallypoint.launch.watching.stillness import Stillness
 
 from .event_loop import EventLoop
 from .situation import Situation
@@ -54,6 +59,7 @@ class HungWorkers:
         self._ask = ask
         self._awaits_newcomers = awaits_newcomers
         self._watch = StepWatch(config.step_timeout)
+        self._stillness = Stillness()  # of workers on their way to a session
         self._standstill: Standstill | None = None  # none before the first round
 
     def begin(self, ready: RoundReady) -> None:
@@ -61,6 +67,7 @@ class HungWorkers:
         timeout = self._config.step_timeout
         if timeout:
             self._watch = StepWatch(timeout)
+            self._stillness = Stillness()
             self._standstill = Standstill(len(ready.workers_of_nodes), timeout + DELAY)
             self._look(ready.generation)
 
@@ -70,6 +77,9 @@ class HungWorkers:
         if generation != state.generation or state.phase is not Phase.RUNNING:
             return
         self._loop.after(self._config.step_timeout / LOOKS, lambda: self._look(generation))
+        arriving = {each.ranks.rank: each.pid for each in self._arriving()}
+        found = {rank: {"pid": pid, **usage.usage(pid)} for rank, pid in arriving.items()}
+        self._stillness.look(clock.MONOTONIC.now(), found)
         tables = self._progress()
         if tables is None:
             self._watch.forget()
@@ -97,6 +107,12 @@ class HungWorkers:
             if index in state.kept and worker.memory_fd is not None
         }
 
+    def _arriving(self) -> list[Worker]:
+        """This node's workers on their way to a session."""
+        arriving = self._now.state.arriving
+        workers = (each for index, each in enumerate(self._now.workers) if index in arriving)
+        return [each for each in workers if each.pid and each.status is None]
+
     def hear_of_standstill(self, node_rank: int, meeting: int, tables: Tables) -> None:
         """The workers of a node stand still. If all nodes' do, this node ends those of its own that the others wait for."""
         state = self._now.state
@@ -105,22 +121,33 @@ class HungWorkers:
         found = self._standstill.tell(clock.MONOTONIC.now(), node_rank, meeting, tables)
         if found is None or meeting != state.replaced:
             return
+        seconds = f"{self._config.step_timeout:g} s"
         hanging, together = found
         mine = self._progress()
         for worker in self._now.workers:
             rank = worker.ranks.rank
             # It may have gone on since this node said that it stood still.
             if rank in hanging and mine is not None and mine.get(rank) == together[rank]:
-                self._end(worker, "the others waited for it in a collective")
+                self._end(worker, f"the others waited for it in a collective for {seconds}")
             # It has begun the collective that the others wait in, and was stopped during it.
             elif not hanging and process.state(worker.pid) == "T":
-                self._end(worker, "it was stopped (SIGSTOP), and nothing has moved")
+                self._end(worker, f"it was stopped (SIGSTOP), and nothing has moved for {seconds}")
+        # A newcomer may itself wait for one that hangs.
+        if not hanging and not any(worker.hung for worker in self._now.workers):
+            self._end_idle_newcomers(seconds)
+
+    def _end_idle_newcomers(self, seconds: str) -> None:
+        still = self._stillness.still(clock.MONOTONIC.now())
+        why = f"it used no CPU or storage for {seconds}, and the others wait for it to recover from a loss"
+        for worker in self._arriving():
+            if still.get(worker.ranks.rank, 0.0) >= self._config.step_timeout:
+                self._end(worker, why)
 
     def _end(self, worker: Worker, why: str) -> None:
         """SIGABRT makes it report where it is; SIGKILL follows."""
         if worker.hung:
             return
-        worker.hung = f"{why} for {self._config.step_timeout:g} s"
+        worker.hung = why
 
         def end(number: int) -> None:
             if worker.status is None:
