@@ -92,7 +92,8 @@ def test_a_node_says_how_far_those_are_that_are_in_the_session_though_one_is_on_
     with mmap(memory, progress.SIZE) as written:
         progress.Progress(written).restart(["all"], place=7)
         workers = [
-            SimpleNamespace(ranks=SimpleNamespace(rank=rank), memory_fd=memory) for rank in (2, 3)
+            SimpleNamespace(ranks=SimpleNamespace(rank=rank), memory_fd=memory, pid=0)
+            for rank in (2, 3)
         ]
         state = State(
             max_restarts=0,
