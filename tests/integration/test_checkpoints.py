@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +37,7 @@ from rallypoint import elastic
 from rallypoint._core.checkpoint_folder import entries
 from rallypoint._core.checkpoint_records import RECORD, name_of
 from rallypoint._core.storage import Directory, storage_at
-from rallypoint.elastic.checkpointing import checkpoint_metadata
+from rallypoint.elastic.checkpointing import checkpoint_files, checkpoint_metadata, checkpoints
 from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
 from rallypoint.errors import ElasticError
 from supervisors import Popen, run
@@ -106,7 +108,7 @@ def finish(session: elastic.Session) -> None:
     """Wait for the checkpoint under way, so that every one of these short steps gets its own."""
     checkpoints = session._checkpoints
     assert isinstance(checkpoints, Checkpoints)
-    checkpoints._join(None)
+    checkpoints._join()
 
 
 def names(where: Any) -> list[str]:
@@ -579,7 +581,10 @@ def test_a_full_disk_costs_the_checkpoint_only(
         assert training.run(tmp_path) == undisturbed[0]
         full = [each.getMessage() for each in caplog.records if "not written" in each.getMessage()]
         assert full
-        assert all("No space left on device" in each and "goes on" in each for each in full)
+        assert all("No space left on device" in each for each in full)
+        assert all("; training goes on" in each for each in full[:-1])
+        assert full[-1].startswith("the last checkpoint of step ")
+        assert "; the one before is of step " in full[-1]
         whole = names(tmp_path)
         assert whole
         assert sorted(os.listdir(tmp_path)) == ["ballast", *whole]
@@ -754,7 +759,39 @@ def test_a_named_tuple_costs_the_checkpoint_only(tmp_path: Path, caplog: Any) ->
     with elastic.session(Odd(), checkpoint=tmp_path) as session, session.step():
         pass
     assert names(tmp_path) == []
-    assert re.search("step 1 was not written .*Pair; training goes on", caplog.text)
+    assert re.search("the last checkpoint of step 1 was not written .*Pair", caplog.text)
+    assert caplog.text.rstrip().endswith("this run has written no other")
+
+
+def test_a_session_says_what_it_waits_for_at_its_end(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "SILENCE", 0.1)
+    was_told = threading.Event()
+    write = checkpoint_files.write
+
+    def wait_to_write(*args: Any) -> Any:
+        assert was_told.wait(60)
+        return write(*args)
+
+    class Hearer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "is still writing" in record.getMessage():
+                was_told.set()
+
+    monkeypatch.setattr(checkpoint_files, "write", wait_to_write)
+    hearer = Hearer()
+    logging.getLogger("rallypoint").addHandler(hearer)
+    try:
+        with elastic.session(torch.nn.Linear(1, 1), checkpoint=tmp_path) as session, session.step():
+            pass
+    finally:
+        logging.getLogger("rallypoint").removeHandler(hearer)
+    assert names(tmp_path) == [name_of(1)]
+    assert (
+        f"rank 0 is still writing the checkpoint of step 1 to {tmp_path}; the session ends once that is done"
+        in caplog.text
+    )
 
 
 # -- jobs ---------------------------------------------------------------------------------------------
@@ -815,7 +852,7 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
             with (folder / f"ids {rank} of {size}").open("a") as file:
                 file.write(json.dumps([session.position, ids.tolist()]) + "\\n")
             # So that no checkpoint of these short steps is left out.
-            session._checkpoints._join(None)
+            session._checkpoints._join()
 bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
 end = [session.position, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), session.local["ids"]]
 (folder / f"end {rank}").write_text(json.dumps(end))

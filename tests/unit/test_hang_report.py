@@ -101,6 +101,18 @@ def test_a_sessions_own_barriers_are_collectives() -> None:
     assert hang.text.startswith("rank 1 does not come to a collective in which rank 0 waits: ")
 
 
+def test_who_does_nothing_after_others_have_ended_is_named() -> None:
+    processes = [process(0, "/train.py"), process(3, "/train.py")]
+    hang = hang_report.explain(processes, 60.0, 4, ended=[1, 2])
+    assert hang is not None and (hang.missing, hang.waiting) == ((0, 3), ())
+    assert hang.text.startswith(
+        "ranks 0, 3 are still running, although ranks 1, 2 have ended: no worker has used CPU or storage for 60 s"
+    )
+    assert hang.confirms(None)
+    assert hang_report.explain(processes, 60.0, 4) is None, "servers"
+    assert hang_report.explain(processes, 60.0, 4, ended=[1, 2], working=True) is None
+
+
 def test_who_has_ended_is_named() -> None:
     processes = [process(0, *COLLECTIVE), process(2, *COLLECTIVE)]
     hang = hang_report.explain(processes, 60.0, 3, ended=[1])

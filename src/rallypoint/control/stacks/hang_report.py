@@ -31,7 +31,8 @@ class Hang:
 
     Args:
         missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the ranks that wait in a collective, or for the others to recover from a loss.
+        waiting: the ranks that wait in a collective, or for the others to recover from a loss. Empty if the missing ones merely
+            do not end, as others have.
         text: a description for people.
         begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
             a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.
@@ -77,8 +78,8 @@ def explain(
         working: whether some workers are busy, while the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are sufficient evidence; otherwise records of collectives are required.
     Returns:
-        None if no rank waits in a collective or a recovery (servers wait for requests as long as they like), or if the longest
-        wait in a collective is less than half of ``seconds``. With ``working``, also None if all ranks wait.
+        None if no rank waits in a collective or a recovery and none has ended (servers wait for requests as long as they like),
+        or if the longest wait in a collective is less than half of ``seconds``. With ``working``, also None if all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
     still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
@@ -98,7 +99,7 @@ def explain(
         return Hang(found.missing, found.waiting, text)
     waiting = sorted(each["rank"] for each in workers if _has_frame(each, _WAITS))
     if not waiting:
-        return None
+        return None if working else _left_alone(processes, ended, still)
     missing = sorted({each["rank"] for each in workers} - set(waiting))
     gone = ""
     if not missing and not working:
@@ -160,6 +161,18 @@ def _without_recovery(
         head += "\n--step-timeout SECONDS replaces workers of a session that hang"
     text = f"{head}\n{stack_groups.text(processes)}"
     return Hang(tuple(missing), tuple(meeting), text, {})
+
+
+def _left_alone(
+    processes: Sequence[Mapping[str, Any]], ended: Collection[int], still: str
+) -> Hang | None:
+    """Ranks that do nothing, and wait for nobody, although others have ended."""
+    left = sorted({each["rank"] for each in processes if not each["name"]} - set(ended))
+    if not ended or not left:
+        return None
+    are, have = ("is" if len(left) == 1 else "are"), ("has" if len(ended) == 1 else "have")
+    head = f"{in_words(left)} {are} still running, although {in_words(sorted(ended))} {have} ended: {still}"
+    return Hang(tuple(left), (), f"{head}\n{stack_groups.text(processes)}")
 
 
 def _have_ended(ranks: Sequence[int]) -> str:

@@ -42,6 +42,8 @@ PARTS = 900.0
 CHOOSING = 3600.0
 # Seconds for which a failed session waits at its end for a checkpoint that is being written.
 AFTER_FAILURE = 20.0
+# After this many seconds at its end, a session says what it waits for.
+SILENCE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,9 @@ class Checkpoints:
         self._posted: list[str] = []
         self._passed_over: frozenset[str] = frozenset()
         self._thread: threading.Thread | None = None
+        self._being_written = -1  # the step of the checkpoint that the thread writes
         self._is_slow = False
+        self._ends = False  # no step follows
         self._written = -1  # the step of the last checkpoint that this process has completed
         self._tried = 0  # how many were written or failed
 
@@ -280,6 +284,7 @@ class Checkpoints:
             if self._rank != 0:
                 self._post(_part_key(key, self._rank), b'{"problem": "a rank was lost"}')
             return
+        self._being_written = step
         write = self._write if self._rank == 0 else self._write_part
         self._thread = threading.Thread(
             target=write, args=(own, key), name="rally-checkpoint", daemon=True
@@ -301,15 +306,21 @@ class Checkpoints:
         Args:
             own: this rank's state for a last checkpoint; None after a failure, which takes none.
         """
-        if own is not None and own.steps != self._newest:
-            self._join(None)
+        if own is None:
+            if self._thread is not None:
+                self._thread.join(AFTER_FAILURE)
+            return
+        if own.steps != self._newest:
+            self._join()
+            self._ends = True
             self.take(own)
-        elif own is not None and own.steps == self._due:
+        elif own.steps == self._due:
             # It was due here, and may have been skipped because the previous one was still being written.
-            self._join(None)
+            self._join()
             if self._is_missing(own.steps):
+                self._ends = True
                 self._take(own, f"{own.steps}/again")
-        self._join(None if own is not None else AFTER_FAILURE)
+        self._join()
 
     def _is_missing(self, step: int) -> bool:
         """Whether the checkpoint of this step is missing. The same on all ranks that write a part. Blocks: until rank 0 knows."""
@@ -327,9 +338,17 @@ class Checkpoints:
             _log.debug("rank 0 has not said whether step %d is written: %s", step, error)
             return False
 
-    def _join(self, timeout: float | None) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
+    def _join(self) -> None:
+        """Wait until nothing is being written. If that takes long, say so."""
+        if self._thread is None:
+            return
+        self._thread.join(SILENCE)
+        if self._is_writing():
+            _log.warning(
+                "rank %d is still writing the checkpoint of step %d to %s; the session ends once that is done",
+                *(self._rank, self._being_written, self._storage),
+            )
+            self._thread.join()
 
     def _is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -356,9 +375,14 @@ class Checkpoints:
             self._tell_slow(step)
             self._try_to_remove([name_of(step)])
         except Exception as error:  # noqa: BLE001  whatever it is, training goes on
+            what, then = "checkpoint", "training goes on"
+            if self._ends:
+                what, then = "last checkpoint", f"the one before is of step {self._written}"
+                if self._written < 0:
+                    then = "this run has written no other"
             _log.warning(
-                "the checkpoint of step %d was not written to %s: %s; training goes on",
-                *(step, self._storage, error),
+                "the %s of step %d was not written to %s: %s; %s",
+                *(what, step, self._storage, error, then),
             )
             self._try_to_remove([name_of(step)])
         else:

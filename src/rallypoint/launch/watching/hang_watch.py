@@ -1,4 +1,4 @@
-"""Detects a job that hangs: nothing moves anywhere, and some ranks wait in a collective.
+"""Detects a job that hangs: nothing moves anywhere, and some ranks wait in a collective, or others have ended.
 
 Every supervisor notes what its workers use, which costs them nothing. If those of node 0 idle for a while, its
 supervisor asks the others. If all stand still, it reads the stacks and reports what it finds: at once if a collective
@@ -231,7 +231,9 @@ class HangWatch:
         why = hang.text.partition("\n")[0]
         self._say(hang.text if self._shows_stacks else why)
         self._told = generation, hang
-        self._found = generation, why
+        if hang.waiting:
+            # A rank that is left alone may wait for something that nobody here knows of: nothing is done about it.
+            self._found = generation, why
         events.emit(
             events.JobHangs(
                 generation=generation,
