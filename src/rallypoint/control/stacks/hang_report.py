@@ -31,17 +31,19 @@ class Hang:
 
     Args:
         missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the ranks that wait in a collective, or for the others to recover from a loss. Empty if the missing ones merely
-            do not end, as others have.
+        waiting: the ranks that wait in a collective, or for the others to recover from a loss; empty if the missing ones merely
+            have not ended, as others have.
         text: a description for people.
         begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
             a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.
+        is_certain: false if the missing ranks may still come, or wait for something that nobody here knows of.
     """
 
     missing: tuple[int, ...]
     waiting: tuple[int, ...]
     text: str
     begun: Mapping[tuple[str, tuple[int, ...]], Mapping[int, int]] | None = None
+    is_certain: bool = True
 
     def confirms(self, earlier: Hang | None) -> bool:
         """Whether to report this hang: a record shows it, or an earlier look found the same."""
@@ -146,21 +148,22 @@ def _without_recovery(
     """The hang of a session whose ranks cannot recover from a loss, as some do not meet the others."""
     missing = sorted({each["rank"] for each in processes if not each["name"]} - set(meeting))
     others, who = in_words(meeting), in_words(missing)
-    waits = "waits" if len(meeting) == 1 else "wait"
-    if not missing:
-        if working:
-            return None
-        head = f"{others} {waits} for others to recover from a loss: {still}. Is the network between the nodes up?"
+    one, is_one = len(meeting) == 1, len(missing) == 1
+    if working and not missing:
+        return None
+    if working:
+        head = (
+            f"{others} {'has' if one else 'have'} waited {seconds:.0f} s for {who} to recover from a loss;"
+            f" {who} {'is' if is_one else 'are'} still at work"
+        )
     else:
-        one = len(missing) == 1
-        if working:
-            has = "has" if len(meeting) == 1 else "have"
-            head = f"{others} {has} waited {seconds:.0f} s for {who} to recover from a loss; {who} {'is' if one else 'are'} still at work"
+        head = f"{others} {'waits' if one else 'wait'} for {who if missing else 'others'} to recover from a loss: {still}"
+        if missing:
+            head += "\n--step-timeout SECONDS replaces workers of a session that hang"
         else:
-            head = f"{others} {waits} for {who} to recover from a loss: {still}"
-        head += "\n--step-timeout SECONDS replaces workers of a session that hang"
+            head += ". Is the network between the nodes up?"
     text = f"{head}\n{stack_groups.text(processes)}"
-    return Hang(tuple(missing), tuple(meeting), text, {})
+    return Hang(tuple(missing), tuple(meeting), text, {}, is_certain=not working)
 
 
 def _left_alone(
@@ -172,7 +175,8 @@ def _left_alone(
         return None
     are, have = ("is" if len(left) == 1 else "are"), ("has" if len(ended) == 1 else "have")
     head = f"{in_words(left)} {are} still running, although {in_words(sorted(ended))} {have} ended: {still}"
-    return Hang(tuple(left), (), f"{head}\n{stack_groups.text(processes)}")
+    text = f"{head}\n{stack_groups.text(processes)}"
+    return Hang(tuple(left), (), text, is_certain=False)
 
 
 def _have_ended(ranks: Sequence[int]) -> str:

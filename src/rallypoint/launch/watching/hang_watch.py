@@ -231,8 +231,7 @@ class HangWatch:
         why = hang.text.partition("\n")[0]
         self._say(hang.text if self._shows_stacks else why)
         self._told = generation, hang
-        if hang.waiting:
-            # A rank that is left alone may wait for something that nobody here knows of: nothing is done about it.
+        if hang.is_certain:
             self._found = generation, why
         events.emit(
             events.JobHangs(
