@@ -169,6 +169,51 @@ def test_every_rank_shows_where_it_stands(job: Job, how: str) -> None:
     assert sleeps["function"] == "has_a_child" and sleeps["line"] < begins["line"]
 
 
+HAS_MANY_THREADS = """
+import os, sys, threading
+
+def wait(depth):
+    if depth:
+        wait(depth - 1)
+    else:
+        open(f"{sys.argv[1]}/{os.getpid()}-{threading.get_ident()}", "w").close()
+        threading.Event().wait()
+
+def main():
+    wait(10)
+
+for _ in range(20):
+    threading.Thread(target=wait, args=(20,), daemon=True).start()
+main()
+"""
+
+
+def test_stacks_are_whole_however_many_threads_there_are(tmp_path: Path) -> None:
+    script = tmp_path / "many.py"
+    script.write_text(HAS_MANY_THREADS)
+    stands = tmp_path / "stands"
+    stands.mkdir()
+    name = f"many-{os.getpid()}"
+    words = [RALLY, "run", "--nproc-per-node", "4", "--rdzv-id", name, str(script), str(stands)]
+    made = Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(os.listdir(stands)) == 4 * 21, "all threads wait")
+        found = connect(name).stacks(by_signal=True)
+    finally:
+        made.terminate()
+        made.wait(PATIENCE)
+    functions = [
+        [[frame["function"] for frame in thread["frames"]] for thread in each["threads"]]
+        for each in found
+    ]
+    main_thread = ["<module>", "main", *["wait"] * 11]
+    others = [["_bootstrap", "_bootstrap_inner", "run", *["wait"] * 21]] * 20
+    in_the_script = [
+        [thread[: 13 if not at else 24] for at, thread in enumerate(each)] for each in functions
+    ]
+    assert in_the_script == [[main_thread, *others]] * 4
+
+
 def test_stacks_as_people_read_them(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stacks", job.name, "--rank", "3,0", "--signal"]) == 0
     heads = [

@@ -1106,8 +1106,8 @@ def test_no_worker_holds_another_workers_descriptors(tmp_path: Path, stub_torch:
     )
     probe = Probe(files={"probe.py": source}, flags=["--nproc-per-node", "4", "--unbuffered"])
     done = run_one(probe, "forkserver", tmp_path, stub_torch)
-    # stdin, stdout and stderr, the line for stacks, and the line to the supervisor.
-    assert done.out.splitlines() == [repr(["pipe", "pipe", "pipe", "socket", "socket"])] * 4, done
+    # stdin, stdout, stderr and the pipe for stacks; the line to the supervisor, and the socket for questions.
+    assert done.out.splitlines() == [repr(["pipe"] * 4 + ["socket"] * 2)] * 4, done
 
 
 # -- processes that a script starts -----------------------------------------------------------------

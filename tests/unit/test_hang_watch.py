@@ -47,7 +47,7 @@ def workers() -> Iterator[list[Any]]:
             SimpleNamespace(
                 pid=each.pid,
                 status=None,
-                stacks_fd=line.fileno(),
+                questions_fd=line.fileno(),
                 ranks=SimpleNamespace(rank=rank, world_size=2),
             )
             for rank, each in enumerate(started)

@@ -197,3 +197,16 @@ def test_each_process_is_in_one_group(made: list[tuple[int, bool]]) -> None:
         assert len({(each["name"], str(each["threads"])) for each in group}) == 1
     sizes = [len(group) for group in grouped if not group[0]["name"]]
     assert sizes == sorted(sizes)
+
+
+def test_processes_whose_other_threads_differ_are_shown_apart_with_all_threads() -> None:
+    def process(rank: int, *lines: int) -> dict[str, object]:
+        frames = [[{"file": "/a.py", "line": line, "function": "f"}] for line in lines]
+        threads = [{"name": "", "frames": each} for each in frames]
+        return {"rank": rank, "pid": rank, "name": "", "threads": threads, "why": ""}
+
+    processes = [process(0, 1, 2, 3), process(1, 1, 3, 2), process(2, 1, 2, 4)]
+    assert len(stack_groups.groups(processes)) == 1
+    apart = stack_groups.groups(processes, all_threads=True)
+    assert [[each["rank"] for each in group] for group in apart] == [[2], [0, 1]]
+    assert "/a.py:4 in f" in stack_groups.text(processes, all_threads=True)

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 
-# Descriptors that a supervisor needs for each worker, at least: its pipe and its streams.
+# Descriptors that a supervisor needs for each worker, at least: its line, its stacks and the socket for questions.
 FILES_PER_WORKER = 3
 # Private memory of a fork of a Python process with torch, at least.
 MEMORY_PER_WORKER = 8 << 20

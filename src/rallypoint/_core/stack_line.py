@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import fcntl
+import os
 import signal
 import socket
 
@@ -16,6 +19,8 @@ ASK_DEVICES = b"$"
 # Has it record what the process does: followed by JSON and a newline (:mod:`rallypoint.launch.worker.profiling`).
 PROFILE = b"*"
 THREAD = "rally-line"
+# Bytes of stacks that a pipe holds: some 3,000 frames. All pipes of a user may hold 64 MiB.
+_ROOM = 256 << 10
 
 
 def answer(fd: int) -> None:
@@ -26,8 +31,22 @@ def answer(fd: int) -> None:
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
 
 
+def pipe() -> tuple[int, int]:
+    """The supervisor's end of a pipe for stacks, and the worker's. Neither blocks: a worker must not wait for a reader.
+
+    A pipe, because faulthandler writes word by word. A socket keeps each of them in a buffer of its own, and is full
+    after a few dozen frames.
+    """
+    ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(
+        OSError
+    ):  # this user has many pipes; the usual 64 KiB are enough for most processes
+        fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, _ROOM)
+    return ours, theirs
+
+
 def line() -> tuple[int, int]:
-    """The supervisor's end and the worker's. Neither blocks: a worker must not wait for a reader that is not there."""
+    """The supervisor's end of a socket for questions, and the worker's. Neither blocks."""
     ours, theirs = socket.socketpair()
     for each in (ours, theirs):
         each.setblocking(False)

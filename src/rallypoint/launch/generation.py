@@ -41,7 +41,8 @@ class Worker:
         name: its name in the fork server, unique within the job.
         line: the supervisor's end of the socket on which it reports how it failed.
         streams: its output.
-        stacks_fd: where it shows its stacks and collectives when asked; negative once closed.
+        stacks_fd: the pipe on which it shows its stacks; negative once closed.
+        questions_fd: the socket on which it is asked about its collectives; negative once closed.
         result_fd: function launches: the memory file for its result.
         pid: 0 until the fork server has reported it.
         said: what it reported.
@@ -66,6 +67,7 @@ class Worker:
     line: socket.socket
     streams: WorkerStreams
     stacks_fd: int
+    questions_fd: int
     result_fd: int | None = None
     pid: int = 0
     said: bytearray = field(default_factory=bytearray)
@@ -172,9 +174,10 @@ class Worker:
         """Close all descriptors. A second call does nothing."""
         self.line.close()
         self.streams.given()
-        if self.stacks_fd >= 0:
-            os.close(self.stacks_fd)
-            self.stacks_fd = -1
+        for fd in (self.stacks_fd, self.questions_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.stacks_fd = self.questions_fd = -1
         if self.memory_fd is not None:
             os.close(self.memory_fd)
             self.memory_fd = None

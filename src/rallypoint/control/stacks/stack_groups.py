@@ -18,27 +18,29 @@ _INSTALLED = re.compile(r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/"
 _MAX_FUNCTION = 100
 
 
-def groups(processes: Sequence[Process]) -> list[list[Process]]:
+def groups(processes: Sequence[Process], *, all_threads: bool = False) -> list[list[Process]]:
     """Groups of processes whose main threads have the same stack, the smallest group first.
 
     Args:
         processes: records of :meth:`.RunningJob.stacks`.
+        all_threads: the other threads must have the same stacks, too, in any order.
     """
     found: dict[Any, list[Process]] = {}
     for each in processes:
-        found.setdefault(_signature(each), []).append(each)
+        found.setdefault(_signature(each, all_threads), []).append(each)
     # A child's stack means nothing if its parent works, so workers come first.
     return sorted(
         found.values(), key=lambda group: (bool(group[0]["name"]), len(group), group[0]["rank"])
     )
 
 
-def _signature(process: Process) -> Any:
+def _signature(process: Process, all_threads: bool) -> Any:
     threads = process["threads"]
     kind = bool(process["name"])
     if not threads:
         return kind, process["why"]
-    return kind, tuple((each["file"], each["line"]) for each in threads[0]["frames"])
+    main, *others = (tuple((f["file"], f["line"]) for f in each["frames"]) for each in threads)
+    return kind, main, tuple(sorted(others)) if all_threads else ()
 
 
 def text(processes: Sequence[Process], *, all_threads: bool = False) -> str:
@@ -48,7 +50,7 @@ def text(processes: Sequence[Process], *, all_threads: bool = False) -> str:
         all_threads: show all threads; otherwise those besides the main thread are only counted.
     """
     parts = []
-    for group in groups(processes):
+    for group in groups(processes, all_threads=all_threads):
         first = group[0]
         lines = [_title(group)]
         if not first["threads"]:

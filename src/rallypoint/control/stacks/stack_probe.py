@@ -54,12 +54,14 @@ class Target:
     Args:
         rank: its rank.
         pid: its pid.
-        fd: the read end of its pipe; closed by :func:`look`.
+        fd: the read end of its pipe for stacks; closed by :func:`look`, as the next one is.
+        questions: the socket on which it is asked about its collectives.
     """
 
     rank: int
     pid: int
     fd: int
+    questions: int
 
 
 def look(
@@ -82,9 +84,9 @@ def look(
     py_spy = None if by_signal else find_py_spy()
     if native and py_spy is None:
         for each in targets:
-            os.close(each.fd)
+            _close(each)
         raise ValueError("native stacks need py-spy: pip install py-spy")
-    told = collective_probe.collectives({each.pid: each.fd for each in targets})
+    told = collective_probe.collectives({each.pid: each.questions for each in targets})
     with LINES, ThreadPoolExecutor(_READERS, thread_name_prefix="rally-stacks") as readers:
         deadline = Deadline(patience)
         found = readers.map(lambda each: _of_worker(each, native, py_spy, deadline), targets)
@@ -107,7 +109,12 @@ def _of_worker(
                 records.append(_of_process(target, pid, name, native, py_spy, deadline))
         return records
     finally:
-        os.close(target.fd)
+        _close(target)
+
+
+def _close(target: Target) -> None:
+    os.close(target.fd)
+    os.close(target.questions)
 
 
 def _of_process(

@@ -278,8 +278,8 @@ class ForkServer:
         """Start a worker.
 
         ``name``: the supervisor's name for it. ``env``: variables on top of ours. ``cpus``: the CPUs
-        it is bound to, or null. ``args``: its arguments, or null for the job's. Descriptors: stdout,
-        stderr, the connection to the supervisor, and for functions the memory files of payload and result.
+        it is bound to, or null. ``args``: its arguments, or null for the job's. Descriptors: those of
+        :class:`.WorkerFds`.
         """
         self._fork(message["name"], partial(self._become_worker, message, fds, {}), fds)
 

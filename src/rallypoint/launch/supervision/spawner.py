@@ -290,16 +290,16 @@ class Spawner:
         name: str,
     ) -> Worker:
         try:
-            ours, theirs = socket.socketpair()
-            stacks_from, stacks_to = stack_line.line()
+            ours, theirs = _lines()
         except OSError:
             streams.given()
             raise
-        ours.setblocking(False)
-        worker = Worker(ranks, name, ours, streams, stacks_from)
+        worker = Worker(ranks, name, ours[0], streams, stacks_fd=ours[1], questions_fd=ours[2])
         try:
-            with theirs, os.fdopen(stacks_to, "wb", buffering=0):
-                fds = [streams.stdout, streams.stderr, theirs.fileno(), stacks_to]
+            with contextlib.ExitStack() as closing:
+                for each in theirs:
+                    closing.callback(os.close, each)
+                fds = [streams.stdout, streams.stderr, *theirs]
                 if self._config.job.kind is TargetKind.FUNCTION:
                     worker.result_fd = linux.memfd_create("rally-result", linux.MFD_CLOEXEC)
                     payload = self._payload_fd if self._payload_fd is not None else worker.result_fd
@@ -322,3 +322,18 @@ class Spawner:
             self._config.numa_binding, found, ranks.local_rank, ranks.local_world_size
         )
         return sorted(chosen)
+
+
+def _lines() -> tuple[tuple[socket.socket, int, int], tuple[int, int, int]]:
+    """The supervisor's and the worker's ends of the line, of the pipe for stacks, and of the socket for questions."""
+    with contextlib.ExitStack() as closing:
+        ours, theirs = socket.socketpair()
+        closing.callback(ours.close)
+        closing.callback(theirs.close)
+        stacks_from, stacks_to = stack_line.pipe()
+        closing.callback(os.close, stacks_from)
+        closing.callback(os.close, stacks_to)
+        asks, answers = stack_line.line()
+        closing.pop_all()
+    ours.setblocking(False)
+    return (ours, stacks_from, asks), (theirs.detach(), stacks_to, answers)

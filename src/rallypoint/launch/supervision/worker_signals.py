@@ -136,7 +136,7 @@ class WorkerSignals:
         self._collectives_noted = True
         running = [each for each in workers if each.status is None and each.pid]
         told = collective_probe.collectives(
-            {each.pid: each.stacks_fd for each in running}, COLLECTIVES_PATIENCE
+            {each.pid: each.questions_fd for each in running}, COLLECTIVES_PATIENCE
         )
         for each in running:
             each.collectives = tuple(told.get(each.pid, ()))

@@ -121,7 +121,7 @@ class HangWatch:
         if ready.node_rank != 0 or world_size < 2:
             return
         if (not everybody and not many) or self._told or math.isinf(self._quiet_until):
-            lines = side_thread.duplicates({each.pid: each.stacks_fd for each in alive})
+            lines = side_thread.duplicates({each.pid: each.questions_fd for each in alive})
             if lines is not None and not self._begin(partial(self._count, lines)):
                 side_thread.close(lines)
         if clock.MONOTONIC.now() < self._quiet_until or not (everybody or many or frozen):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import os
 import socket
@@ -253,10 +254,23 @@ class JobQuestions:
     ) -> Callable[[], list[dict[str, Any]]]:
         from rallypoint.control.stacks import stack_probe  # as above
 
-        targets = [
-            stack_probe.Target(rank=each.ranks.rank, pid=each.pid, fd=os.dup(each.stacks_fd))
-            for each in workers
-        ]
+        with contextlib.ExitStack() as closing:
+
+            def duplicate(fd: int) -> int:
+                new = os.dup(fd)
+                closing.callback(os.close, new)
+                return new
+
+            targets = [
+                stack_probe.Target(
+                    rank=each.ranks.rank,
+                    pid=each.pid,
+                    fd=duplicate(each.stacks_fd),
+                    questions=duplicate(each.questions_fd),
+                )
+                for each in workers
+            ]
+            closing.pop_all()
 
         def look() -> list[dict[str, Any]]:
             return stack_probe.look(
@@ -293,7 +307,7 @@ def _usage(
     workers: Sequence[Worker], slowness: Mapping[int, Mapping[str, Any]]
 ) -> Callable[[], list[dict[str, Any]]]:
     known = [(each.ranks.rank, each.pid, collectives(each), each.progress()) for each in workers]
-    lines = {each.pid: os.dup(each.stacks_fd) for each in workers if each.memory_fd is None}
+    lines = {each.pid: os.dup(each.questions_fd) for each in workers if each.memory_fd is None}
 
     def look() -> list[dict[str, Any]]:
         from rallypoint.control.collectives import collective_probe  # as above
@@ -323,7 +337,7 @@ def _usage(
 def _memory(workers: Sequence[Worker]) -> Callable[[], list[dict[str, Any]]]:
     from rallypoint.control.memory import memory_probe  # as above
 
-    known = {each.ranks.rank: (each.pid, os.dup(each.stacks_fd)) for each in workers}
+    known = {each.ranks.rank: (each.pid, os.dup(each.questions_fd)) for each in workers}
     return lambda: memory_probe.look(known)
 
 
@@ -339,7 +353,7 @@ def _profile(
         native=question.get("native") is True,
         folder=folder if isinstance(folder, str) else None,
     )
-    known = {each.ranks.rank: (each.pid, os.dup(each.stacks_fd)) for each in workers}
+    known = {each.ranks.rank: (each.pid, os.dup(each.questions_fd)) for each in workers}
     return lambda: profile_probe.look(known, wanted)
 
 

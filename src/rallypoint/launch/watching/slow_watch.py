@@ -78,7 +78,7 @@ class SlowWatch:
             self._to_skip = 0
             self._end_all()
         ranks = {each.pid: each.ranks.rank for each in alive}
-        lines = side_thread.duplicates({each.pid: each.stacks_fd for each in alive})
+        lines = side_thread.duplicates({each.pid: each.questions_fd for each in alive})
         if lines is None:
             self._looking.release()
             return

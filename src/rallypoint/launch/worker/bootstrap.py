@@ -38,6 +38,10 @@ from . import ending, exceptions, import_watch, preloaded, streams
 from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
+# The fields of WorkerFds for descriptors that another interpreter is told of.
+_OWN_FDS = ("line", "stacks", "questions", "payload", "result")
+
+
 # -- becoming a worker ----------------------------------------------------------------------------
 
 
@@ -62,11 +66,11 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
         module = ["-m"] if job.kind is TargetKind.MODULE else []
         _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
     fds = worker.fds
-    kept = [fd for fd in (fds.line, fds.stacks, fds.payload, fds.result) if fd is not None]
+    own = {name: getattr(fds, name) for name in _OWN_FDS}
+    kept = [fd for fd in own.values() if fd is not None]
     for fd in kept:
         os.set_inheritable(fd, True)
-    start = {"job": {**job.to_json(), "args": []}, "line": fds.line, "stacks": fds.stacks}
-    start |= {"payload": fds.payload, "result": fds.result}
+    start = {"job": {**job.to_json(), "args": []}, **own}
     command = python_command("from rallypoint.launch.worker.bootstrap import main; main()", job)
     # Pass the arguments separately, not in the start record: `ps` and `pgrep -f` then show them, and
     # the kernel accepts at most 128 KiB in one argument.
@@ -115,11 +119,11 @@ def import_path(job: Job) -> str | None:
 def main() -> None:
     """In an interpreter started by :func:`exec_worker`: run the target and exit normally."""
     start = json.loads(sys.argv[1])
-    for name in ("line", "stacks", "payload", "result"):
+    for name in _OWN_FDS:
         if start[name] is not None:
             os.set_inheritable(start[name], False)
     secret.keep()
-    fds = WorkerFds(1, 2, start["line"], start["stacks"], start["payload"], start["result"])
+    fds = WorkerFds(1, 2, **{name: start[name] for name in _OWN_FDS})
     fds = fds.out_of_the_way()
     supervisor_line.hold(fds.line)
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
@@ -155,7 +159,7 @@ def run_forked(
     _own_state()
     fds = worker.fds.out_of_the_way()
     supervisor_line.hold(fds.line)
-    _tell_collectives(fds.stacks)
+    _tell_collectives(fds.questions)
     streams.make_live(job)
     process.set_title(_title(job))
     if call is not None:

@@ -20,12 +20,23 @@ _ROOM = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkerFds:
-    """A worker's descriptors: streams, the socket to the supervisor, the line for stacks, and for functions two memory files."""
+    """A worker's descriptors.
+
+    Args:
+        stdout: a stream.
+        stderr: a stream.
+        line: the socket to the supervisor.
+        stacks: the pipe for its stacks.
+        questions: the socket on which it is asked about its collectives.
+        payload: for functions: a memory file.
+        result: likewise.
+    """
 
     stdout: int
     stderr: int
     line: int
     stacks: int
+    questions: int
     payload: int | None = None
     result: int | None = None
 
@@ -51,11 +62,21 @@ class WorkerFds:
             os.close(fd)
             return high
 
-        line, stacks = moved(self.line), moved(self.stacks)
+        line, stacks, questions = (
+            moved(self.line),
+            moved(self.stacks),
+            moved(self.questions),
+        )
         assert line is not None
         assert stacks is not None
+        assert questions is not None
         return replace(
-            self, line=line, stacks=stacks, payload=moved(self.payload), result=moved(self.result)
+            self,
+            line=line,
+            stacks=stacks,
+            questions=questions,
+            payload=moved(self.payload),
+            result=moved(self.result),
         )
 
 
