@@ -944,6 +944,41 @@ def test_a_rank_that_is_left_alone_is_reported_and_not_ended(tmp_path: Path) -> 
         job.stderr.close()
 
 
+HANGS_IN_A_CALL = """
+import os, threading
+from rallypoint import rpc
+
+def hangs():
+    threading.Event().wait()
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+if rank == 0:
+    rpc.rpc_sync("worker1", hangs, timeout=0)
+rpc.shutdown()
+"""
+
+
+def test_a_call_that_hangs_is_reported_with_what_serves_it(tmp_path: Path) -> None:
+    script = tmp_path / "calls.py"
+    script.write_text(HANGS_IN_A_CALL)
+    job = Popen(
+        [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)],
+        stderr=subprocess.PIPE,
+    )
+    shown = b""
+    says = b"rally: rank 0 waits for the answer to a call; rank 1 still serves one: no worker has"
+    try:
+        while says not in shown or f"{script}:6 in hangs".encode() not in shown:
+            line = job.stderr.readline()
+            assert line, shown
+            shown += line
+    finally:
+        job.terminate()
+        job.wait(PATIENCE)
+        job.stderr.close()
+
+
 @pytest.mark.long
 def test_a_hang_on_another_node_restarts_all_nodes(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"

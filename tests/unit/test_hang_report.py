@@ -114,6 +114,67 @@ def test_who_does_nothing_after_others_have_ended_is_named() -> None:
     assert hang_report.explain(processes, 60.0, 4, ended=[1, 2], working=True) is None
 
 
+def in_calls(rank: int, *functions: str, serves: bool = False) -> dict[str, Any]:
+    """A rank whose main thread is in these functions of rpc, and that may serve a call in another thread."""
+    files = {
+        "shutdown": "/lib/rallypoint/rpc/finalization.py",
+        "rpc_sync": "/lib/rallypoint/rpc/calling.py",
+    }
+    found = process(rank, "/train.py", *(files[each] for each in functions))
+    for frame, function in zip(found["threads"][0]["frames"][1:], functions, strict=True):
+        frame["function"] = function
+    idle = {"file": "/lib/rallypoint/rpc/threads/poller.py", "line": 1, "function": "poll"}
+    at_work = [
+        {"file": "/lib/rallypoint/rpc/agent/serving.py", "line": 1, "function": "_execute"},
+        {"file": "/train.py", "line": 70, "function": "slow"},
+    ]
+    found["threads"] += [{"name": "", "frames": each} for each in ([idle], at_work[: 2 * serves])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("processes", "missing", "waiting", "says"),
+    [
+        (
+            [in_calls(0, "shutdown"), in_calls(1), in_calls(2, "shutdown")],
+            (1,),
+            (0, 2),
+            "ranks 0, 2 wait in rpc.shutdown() for rank 1: no worker has",
+        ),
+        (
+            [in_calls(0, "shutdown"), in_calls(1, "shutdown", serves=True)],
+            (1,),
+            (0, 1),
+            "ranks 0, 1 wait in rpc.shutdown(); rank 1 still serves one of their calls: no worker has",
+        ),
+        (
+            [in_calls(0, "rpc_sync"), in_calls(1, "shutdown", serves=True)],
+            (1,),
+            (0,),
+            "rank 0 waits for the answer to a call; rank 1 still serves one: no worker has",
+        ),
+        (
+            [in_calls(0, "rpc_sync"), in_calls(1, "shutdown")],
+            (),
+            (0,),
+            "rank 0 waits for the answer to a call: no worker has",
+        ),
+    ],
+)
+def test_ranks_that_wait_for_calls_are_named(
+    processes: list[dict[str, Any]], missing: tuple[int], waiting: tuple[int], says: str
+) -> None:
+    hang = hang_report.explain(processes, 60.0, len(processes))
+    assert hang is not None and (hang.missing, hang.waiting) == (missing, waiting)
+    assert hang.text.startswith(says) and not hang.is_certain
+    assert ("/train.py:70 in slow" in hang.text) == ("serves" in says)
+    assert hang_report.explain(processes, 60.0, len(processes), working=True) is None
+
+
+def test_servers_that_wait_for_requests_are_no_hang() -> None:
+    assert hang_report.explain([in_calls(0), in_calls(1)], 60.0, 2) is None
+
+
 def test_who_has_ended_is_named() -> None:
     processes = [process(0, *COLLECTIVE), process(2, *COLLECTIVE)]
     hang = hang_report.explain(processes, 60.0, 3, ended=[1])

@@ -21,6 +21,14 @@ _WAITS = re.compile(
 )
 # Where the ranks of a session meet after a loss.
 _MEETS = re.compile(r"/rallypoint/elastic/recovery/meeting\.py:_meet$")
+# Where a rank waits for the others to leave a group for calls; for the answer to a call; and where it serves one.
+_LEAVES = re.compile(
+    r"/rallypoint/rpc/finalization\.py:shutdown$|/torch/distributed/rpc/api\.py:shutdown$"
+)
+_CALLS = re.compile(
+    r"/rallypoint/rpc/(?:calling|future|stream)\.py$|/torch/distributed/rpc/api\.py:rpc_sync$"
+)
+_SERVES = re.compile(r"/rallypoint/rpc/agent/serving\.py$")
 # A rank must have waited in a collective for this share of the time without progress: its record may be younger than the hang.
 WAITED = 0.5
 
@@ -31,7 +39,7 @@ class Hang:
 
     Args:
         missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the ranks that wait in a collective, or for the others to recover from a loss; empty if the missing ones merely
+        waiting: the ranks that wait in a collective, for the others to recover from a loss, or for a call; empty if the missing ones merely
             have not ended, as others have.
         text: a description for people.
         begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
@@ -80,8 +88,8 @@ def explain(
         working: whether some workers are busy, while the others have done nothing for that long.
         by_stacks: with ``working``, whether stacks are sufficient evidence; otherwise records of collectives are required.
     Returns:
-        None if no rank waits in a collective or a recovery and none has ended (servers wait for requests as long as they like),
-        or if the longest wait in a collective is less than half of ``seconds``. With ``working``, also None if all ranks wait.
+        None if no rank waits for others (servers wait for requests as long as they like) and none has ended, or if the longest wait
+        in a collective is less than half of ``seconds``. With ``working``, also None if all ranks wait.
     """
     workers = [each for each in processes if not each["name"]]
     still = f"no worker has used CPU or storage for {seconds:.0f} s (a printed line does not count)"
@@ -101,7 +109,9 @@ def explain(
         return Hang(found.missing, found.waiting, text)
     waiting = sorted(each["rank"] for each in workers if _has_frame(each, _WAITS))
     if not waiting:
-        return None if working else _left_alone(processes, ended, still)
+        if working:
+            return None
+        return _among_calls(processes, still) or _left_alone(processes, ended, still)
     missing = sorted({each["rank"] for each in workers} - set(waiting))
     gone = ""
     if not missing and not working:
@@ -164,6 +174,43 @@ def _without_recovery(
             head += ". Is the network between the nodes up?"
     text = f"{head}\n{stack_groups.text(processes)}"
     return Hang(tuple(missing), tuple(meeting), text, {}, is_certain=not working)
+
+
+def _among_calls(processes: Sequence[Mapping[str, Any]], still: str) -> Hang | None:
+    """The hang of ranks that wait for the answer to a call, or for the others to leave their group for calls."""
+    workers = [each for each in processes if not each["name"]]
+    leave = {each["rank"] for each in workers if _has_frame(each, _LEAVES)}
+    call = {each["rank"] for each in workers if _has_frame(each, _CALLS)} - leave
+    served = [call for each in workers for call in _served(each)]
+    serve = {each["rank"] for each in served}
+    waiting = sorted(call or leave)
+    if not waiting:
+        return None
+    verb = "waits" if len(waiting) == 1 else "wait"
+    if call:
+        missing = sorted(serve)
+        head = f"{in_words(waiting)} {verb} for the answer to a call"
+    else:
+        missing = sorted({each["rank"] for each in workers} - leave)
+        head = f"{in_words(waiting)} {verb} in rpc.shutdown()"
+        if missing:
+            head += f" for {in_words(missing)}"
+    if serve:
+        head += f"; {in_words(sorted(serve))} still {'serves' if len(serve) == 1 else 'serve'} one"
+        head += "" if call else " of their calls"
+    text = f"{head}: {still}\n{stack_groups.text([*served, *processes])}"
+    return Hang(tuple(missing or sorted(serve)), tuple(waiting), text, is_certain=False)
+
+
+def _served(process: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """For each call that a process serves, a record of where that is, as if it were the main thread."""
+    found: list[Mapping[str, Any]] = []
+    for thread in process["threads"]:
+        frames = thread["frames"]
+        ours = [at for at, each in enumerate(frames) if _SERVES.search(each["file"])]
+        if ours and frames[ours[-1] + 1 :]:
+            found.append({**process, "threads": [{**thread, "frames": frames[ours[-1] + 1 :]}]})
+    return found
 
 
 def _left_alone(
