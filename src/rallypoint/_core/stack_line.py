@@ -38,9 +38,8 @@ def pipe() -> tuple[int, int]:
     after a few dozen frames.
     """
     ours, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    with contextlib.suppress(
-        OSError
-    ):  # this user has many pipes; the usual 64 KiB are enough for most processes
+    # Fails if this user has many pipes. The usual 64 KiB are enough for most processes.
+    with contextlib.suppress(OSError):
         fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, _ROOM)
     return ours, theirs
 

@@ -39,8 +39,8 @@ class Hang:
 
     Args:
         missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the ranks that wait in a collective, for the others to recover from a loss, or for a call; empty if the missing ones merely
-            have not ended, as others have.
+        waiting: the ranks that wait in a collective, for the others to recover from a loss, or for a call; empty if the missing
+            ones merely have not ended, as others have.
         text: a description for people.
         begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
             a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.

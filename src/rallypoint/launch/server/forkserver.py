@@ -25,7 +25,8 @@ Rules:
    handler that is writing a last checkpoint.
 
 Requests (``do``): ``spawn`` · ``store`` · ``probe`` · ``signal`` · ``wake`` (continue stopped workers, so that signals take
-effect) · ``query`` · ``sweep`` · ``tell`` (whether a signal arrived here) · ``learn`` (a worker has imported a package) · ``ahead`` (keep workers forked in advance) · ``ping``.
+effect) · ``query`` · ``sweep`` · ``tell`` (whether a signal arrived here) · ``learn`` (a worker has imported a package) ·
+``ahead`` (keep workers forked in advance) · ``ping``.
 Reports (``is``): ``ready`` · ``unready`` · ``spawned`` · ``exited`` · ``swept`` · ``told`` · ``failed`` (a limit was
 reached) · ``learned`` (what the next workers will have imported) · ``heard`` (confirms a request with a number,
 ``ask``). Handlers document the fields.
