@@ -160,7 +160,7 @@ FLAGS: tuple[Flag, ...] = (
         default="60",
         env=False,
         group=_RESTART,
-        help="if no worker has done anything for S seconds and some wait in a collective, print where each of them is"
+        help="if no worker has done anything for S seconds and some wait for others, print where each of them is"
         " (0: never); by default also at least ten of the steps that the script reports, up to ten minutes",
     ),
     Flag(
