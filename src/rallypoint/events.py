@@ -158,12 +158,14 @@ class WorkerReplaced(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobHangs(Event):
-    """No worker has made progress for a while, and some wait in a collective. Emitted by node 0, once until something moves.
+    """No worker has made progress for a while, and some wait for others, or have not ended as others have.
+
+    Emitted by node 0, once until something moves.
 
     Args:
         generation: the job's generation.
-        missing: the ranks that the others wait for, or whose call does not match theirs; empty if unknown.
-        waiting: the others.
+        missing: the ranks that the others wait for, whose call does not match theirs, or that have not ended; empty if unknown.
+        waiting: the ranks that wait, in a collective, a recovery or for a call.
         seconds: how long nothing has moved.
     """
 

@@ -404,7 +404,7 @@ class Supervisor:
             folder.close()
 
     def _hangs(self, why: str) -> None:
-        """No worker moves any longer, and some wait in a collective."""
+        """No worker moves any longer, and some wait for others."""
         if self._config.on_hang is not OnHang.TELL:
             self._causes.not_of_workers = f"it hangs: {why}"
             self._decide(policy.JobHangs(is_own=True, restarts=self._restarts_on_hang))
