@@ -979,6 +979,31 @@ def test_a_call_that_hangs_is_reported_with_what_serves_it(tmp_path: Path) -> No
         job.stderr.close()
 
 
+CALLS_ON_AND_ON = """
+import os, time
+from rallypoint import rpc
+
+def takes_its_time():
+    time.sleep(1.5)
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+if rank == 0:
+    for _ in range(6):
+        rpc.rpc_sync("worker1", takes_its_time)
+rpc.shutdown()
+"""
+
+
+def test_slow_calls_that_go_on_are_no_hang(tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(CALLS_ON_AND_ON)
+    words = [RALLY, "run", "--nproc-per-node", "2", "--hang-after", "3", str(script)]
+    job = Popen(words, stderr=subprocess.PIPE)
+    _, shown = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0 and b"answer to a call" not in shown, shown
+
+
 @pytest.mark.long
 def test_a_hang_on_another_node_restarts_all_nodes(tmp_path: Path) -> None:
     script = tmp_path / "waits.py"

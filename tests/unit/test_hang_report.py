@@ -129,7 +129,7 @@ def in_calls(rank: int, *functions: str, serves: bool = False) -> dict[str, Any]
         {"file": "/train.py", "line": 70, "function": "slow"},
     ]
     found["threads"] += [{"name": "", "frames": each} for each in ([idle], at_work[: 2 * serves])]
-    return found
+    return {**found, "calls": 7}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,13 @@ def test_ranks_that_wait_for_calls_are_named(
     assert hang is not None and (hang.missing, hang.waiting) == (missing, waiting)
     assert hang.text.startswith(says) and not hang.is_certain
     assert ("/train.py:70 in slow" in hang.text) == ("serves" in says)
+    assert not hang.confirms(None) and hang.confirms(hang)
+    for at in range(len(processes)):
+        later = [{**each, "calls": each["calls"] + (i == at)} for i, each in enumerate(processes)]
+        goes_on = hang_report.explain(later, 60.0, len(processes))
+        assert goes_on is not None and not goes_on.confirms(hang)
+    unknown = [{**each, "calls": None} for each in processes]
+    assert hang_report.explain(unknown, 60.0, len(processes)) is None
     assert hang_report.explain(processes, 60.0, len(processes), working=True) is None
 
 

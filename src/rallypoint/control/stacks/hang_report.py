@@ -22,12 +22,8 @@ _WAITS = re.compile(
 # Where the ranks of a session meet after a loss.
 _MEETS = re.compile(r"/rallypoint/elastic/recovery/meeting\.py:_meet$")
 # Where a rank waits for the others to leave a group for calls; for the answer to a call; and where it serves one.
-_LEAVES = re.compile(
-    r"/rallypoint/rpc/finalization\.py:shutdown$|/torch/distributed/rpc/api\.py:shutdown$"
-)
-_CALLS = re.compile(
-    r"/rallypoint/rpc/(?:calling|future|stream)\.py$|/torch/distributed/rpc/api\.py:rpc_sync$"
-)
+_LEAVES = re.compile(r"/rallypoint/rpc/finalization\.py:shutdown$")
+_CALLS = re.compile(r"/rallypoint/rpc/(?:calling|future|stream)\.py$")
 _SERVES = re.compile(r"/rallypoint/rpc/agent/serving\.py$")
 # A rank must have waited in a collective for this share of the time without progress: its record may be younger than the hang.
 WAITED = 0.5
@@ -42,8 +38,9 @@ class Hang:
         waiting: the ranks that wait in a collective, for the others to recover from a loss, or for a call; empty if the missing
             ones merely have not ended, as others have.
         text: a description for people.
-        begun: by group (its name and members) and rank, the number of the last collective. None if records show a long wait in
-            a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment of the look.
+        begun: by group (its name and members) and rank, the number of the last collective, or of calls. None if records show a
+            long wait in a collective. Otherwise only the stacks show the hang, and steps may have been advancing at the moment
+            of the look.
         is_certain: false if the missing ranks may still come, or wait for something that nobody here knows of.
     """
 
@@ -181,10 +178,12 @@ def _among_calls(processes: Sequence[Mapping[str, Any]], still: str) -> Hang | N
     workers = [each for each in processes if not each["name"]]
     leave = {each["rank"] for each in workers if _has_frame(each, _LEAVES)}
     call = {each["rank"] for each in workers if _has_frame(each, _CALLS)} - leave
-    served = [call for each in workers for call in _served(each)]
+    served = [record for each in workers for record in _served(each)]
     serve = {each["rank"] for each in served}
     waiting = sorted(call or leave)
-    if not waiting:
+    # Calls that go on, however slow and idle each of them is, show in these numbers.
+    made = {each["rank"]: each["calls"] for each in workers if each.get("calls") is not None}
+    if not waiting or made.keys().isdisjoint(waiting):
         return None
     verb = "waits" if len(waiting) == 1 else "wait"
     if call:
@@ -199,7 +198,8 @@ def _among_calls(processes: Sequence[Mapping[str, Any]], still: str) -> Hang | N
         head += f"; {in_words(sorted(serve))} still {'serves' if len(serve) == 1 else 'serve'} one"
         head += "" if call else " of their calls"
     text = f"{head}: {still}\n{stack_groups.text([*served, *processes])}"
-    return Hang(tuple(missing or sorted(serve)), tuple(waiting), text, is_certain=False)
+    missing = missing or sorted(serve)
+    return Hang(tuple(missing), tuple(waiting), text, {("calls", ()): made}, is_certain=False)
 
 
 def _served(process: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -90,6 +90,7 @@ def _is_record(each: Mapping[str, Any]) -> bool:
             all(isinstance(text, str) for text in texts)
             and all(map(_is_thread, threads))
             and (told is None or flight_records.are_valid(told))
+            and isinstance(each.get("calls"), int | float | None)
         )
     if "trace" in each:
         texts = (each.get("packed"), each.get("why"), each.get("host"))

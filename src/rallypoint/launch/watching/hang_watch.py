@@ -219,8 +219,9 @@ class HangWatch:
         if not hang.confirms(doubtful):
             self._doubtful = hang
             if doubtful is None:
-                # By then, steps that go on will show.
-                self._quiet_until = clock.MONOTONIC.now() + self.interval / 2
+                # By then, steps that go on will show. A call may take longer.
+                wait = self.interval / 2 if hang.is_certain else self._after
+                self._quiet_until = clock.MONOTONIC.now() + wait
             else:
                 self._look_again()  # the steps do go on, and need little CPU
             return

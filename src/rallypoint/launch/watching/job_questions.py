@@ -271,14 +271,20 @@ class JobQuestions:
                 for each in workers
             ]
             closing.pop_all()
+        counts = {each.pid: each.calls() for each in workers}
 
         def look() -> list[dict[str, Any]]:
-            return stack_probe.look(
+            found = stack_probe.look(
                 targets,
                 native=question.get("native") is True,
                 by_signal=question.get("by_signal") is True,
                 patience=_patience(question),
             )
+            for record in found:
+                if not record["name"]:
+                    count = counts[record["pid"]]
+                    record["calls"] = None if count is None else count["made"] + count["served"]
+            return found
 
         return look
 
