@@ -665,6 +665,17 @@ def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(jo
 
 # -- a job that hangs -----------------------------------------------------------------------------
 
+
+def read_until(job: Any, *texts: str) -> str:
+    """What the job prints on stderr, until all of these texts have come."""
+    shown = ""
+    while not all(each in shown for each in texts):
+        line = job.stderr.readline().decode()
+        assert line, shown
+        shown += line
+    return shown
+
+
 WAITS = """
 import hashlib, os, sys, threading, time
 import torch, torch.distributed as dist
@@ -727,14 +738,10 @@ def test_a_job_that_hangs_says_who_does_not_come(tmp_path: Path, how: str, says:
     words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", after, str(script), how]
     env = {**os.environ, "RALLY_EVENTS": os.fspath(events)}
     job = Popen(words, stderr=subprocess.PIPE, env=env)
-    shown = b""
     try:
         if says:
             # With so short a time, a slow start is reported as a hang first; the right report follows.
-            while says not in shown.decode() or b"\nranks 0, 2, in" not in shown:
-                line = job.stderr.readline()
-                assert line, shown
-                shown += line
+            read_until(job, says, "\nranks 0, 2, in")
             wait_until(lambda: '"job_hangs"' in events.read_text(), "the event")
         else:
             wait_until(lambda: events.exists() and "worker_started" in events.read_text(), "starts")
@@ -795,14 +802,10 @@ def test_a_rank_that_has_ended_is_said_to_be_what_the_others_wait_for(tmp_path: 
     script.write_text(LEAVES)
     words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)]
     job = Popen(words, stderr=subprocess.PIPE)
-    shown = b""
     try:
-        while f"{script}:6 in <module>".encode() not in shown:
-            line = job.stderr.readline()
-            assert line, shown
-            shown += line
-        assert b"rank 1 does not come to a collective in which ranks 0, 2 wait" in shown
-        assert b"; rank 1 has ended\n" in shown
+        shown = read_until(job, f"{script}:6 in <module>")
+        assert "rank 1 does not come to a collective in which ranks 0, 2 wait" in shown
+        assert "; rank 1 has ended\n" in shown
         words = [RALLY, "stacks", str(job.pid)]
         asked = subprocess.run(words, capture_output=True, timeout=PATIENCE, check=True)
         assert asked.stdout.endswith(b"\n\nrank 1 has ended\n")
@@ -893,17 +896,10 @@ def test_a_recovery_to_which_a_rank_does_not_come_is_a_hang(tmp_path: Path) -> N
     script.write_text(MISSES_A_RECOVERY)
     words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)]
     job = Popen(words, stderr=subprocess.PIPE, cwd=tmp_path)
-    shown = b""
+    says = "rally: ranks 0, 2 wait for rank 1 to recover from a loss: no worker has"
     try:
         # With so short a time, a slow start is reported first.
-        while (
-            b"rally: ranks 0, 2 wait for rank 1 to recover from a loss: no worker has" not in shown
-        ):
-            line = job.stderr.readline()
-            assert line, shown
-            shown += line
-        while f"{script}:17 in <module>".encode() not in shown:
-            shown += job.stderr.readline()
+        read_until(job, says, f"{script}:17 in <module>")
         wait_until(lambda: connect(str(job.pid)).status()["state"] == "HANGING: rank 1", "status")
     finally:
         job.terminate()
@@ -925,16 +921,9 @@ def test_a_rank_that_is_left_alone_is_reported_and_not_ended(tmp_path: Path) -> 
     script.write_text(IS_LEFT_ALONE)
     words = [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", "--on-hang", "fail"]
     job = Popen([*words, str(script)], stderr=subprocess.PIPE)
-    shown = b""
+    says = "rally: rank 1 is still running, although rank"
     try:
-        while f"{script}:6 in <module>".encode() not in shown:
-            line = job.stderr.readline()
-            assert line, shown
-            shown += line
-        # The first of them may have ended long before the second.
-        assert re.search(
-            rb"rally: rank 1 is still running, although ranks? .* ha(s|ve) ended: ", shown
-        )
+        read_until(job, says, f"{script}:6 in <module>")
         wait_until(lambda: connect(str(job.pid)).status()["state"] == "HANGING: rank 1", "status")
         time.sleep(2)
         assert job.poll() is None, "the job goes on"
@@ -966,13 +955,9 @@ def test_a_call_that_hangs_is_reported_with_what_serves_it(tmp_path: Path) -> No
         [RALLY, "run", "--nproc-per-node", "3", "--hang-after", "1", str(script)],
         stderr=subprocess.PIPE,
     )
-    shown = b""
-    says = b"rally: rank 0 waits for the answer to a call; rank 1 still serves one: no worker has"
+    says = "rally: rank 0 waits for the answer to a call; rank 1 still serves one: no worker has"
     try:
-        while says not in shown or f"{script}:6 in hangs".encode() not in shown:
-            line = job.stderr.readline()
-            assert line, shown
-            shown += line
+        read_until(job, says, f"{script}:6 in hangs")
     finally:
         job.terminate()
         job.wait(PATIENCE)
