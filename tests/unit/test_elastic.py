@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.elastic import torch_private
 from rallypoint.elastic.checkpointing.checkpoints import Checkpoints
-from rallypoint.elastic.communication.connections import watched
+from rallypoint.elastic.communication.gloo_device import Watch, watched
 from rallypoint.elastic.loops import rng
 from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.elastic.loops.rng import RandomState
@@ -364,7 +364,10 @@ def test_what_an_epoll_instance_watches() -> None:
         "tfd:       13 events:       19 data:     563366179f88  pos:0 ino:f sdev:f\n"
         "tfd: cut off"
     )
-    assert watched(text) == {6: 0x998A8, 13: 15}
+    assert watched(text) == [
+        Watch(6, 0x998A8, 0x19, 0x5633610AED30),
+        Watch(13, 15, 0x19, 0x563366179F88),
+    ]
 
 
 def test_a_snapshot_of_a_lost_node_comes_from_its_partners() -> None:

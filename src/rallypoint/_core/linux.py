@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import struct
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,11 @@ F_SEAL_WRITE = 0x8
 # The same on all architectures that torch runs on.
 _NR_PIDFD_SEND_SIGNAL = 424
 _NR_PIDFD_OPEN = 434
+
+_EPOLL_CTL_MOD = 3
+_EPOLLET = 1 << 31
+# ``struct epoll_event`` has no padding on x86-64, and its natural alignment elsewhere.
+_EPOLL_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "@IQ")
 
 
 def pidfd_open(pid: int) -> int:
@@ -80,6 +86,20 @@ def act_by_default(number: int) -> None:
     if handle(number, signal.SIG_DFL.value or None) == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def watch_edges(epoll: int, fd: int, events: int, data: int) -> None:
+    """Have an epoll instance report each event of a descriptor only once. ``select.epoll.modify`` would change the data, too.
+
+    Args:
+        epoll: the instance's descriptor.
+        fd: a descriptor that it watches.
+        events: those that it is watched for.
+        data: what the instance reports with an event, as 64 bits.
+    Raises:
+        OSError: the instance does not watch it.
+    """
+    _call("epoll_ctl", epoll, _EPOLL_CTL_MOD, fd, _EPOLL_EVENT.pack(events | _EPOLLET, data))
 
 
 def why_no_pidfds() -> str | None:

@@ -1,32 +1,26 @@
-"""The connections of groups, which can be shut from another thread: every collective that waits on them then raises at once.
-
-Gloo has no way to abort a collective. But all sockets of a device are watched by one epoll instance, and Linux shows what an
-epoll instance watches (proc(5), fdinfo). So these sockets can be found and shut down, including those that Gloo opens later, and
-no others.
-"""
+"""The connections of groups, which can be shut from another thread: every collective that waits on them then raises at once."""
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from rallypoint._core import clock, env as environment, forks
+from rallypoint._core import clock, forks
 from rallypoint.elastic import torch_private
-from rallypoint.errors import ElasticError, RendezvousConnectionError
+from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 from rallypoint.rendezvous.c10d import c10d_store
 
 from .communicators import Communicator
 from .forming_store import FormingStore
+from .gloo_device import GlooDevice, devices
 from .works import Lives
 
 
@@ -35,10 +29,8 @@ from .works import Lives
 FORMING = 10.0
 # Seconds in which Gloo wakes the threads that wait on connections that were shut.
 PATIENCE = 0.2
-# Seconds for a connection to a listener of this process.
-KNOCKING = 1.0
-# What Gloo's connecting side sends to name the pair: gloo/transport/tcp/listener.cc, sequence_number_t.
-_PAIR = struct.Struct("=q")
+# Seconds after which Gloo need no longer be told of what it leaves unread or unsent.
+QUIET_AFTER = 0.5
 # Seconds for connecting to the workers' store, and between two attempts.
 STORE_PATIENCE = 15.0
 STORE_AGAIN = 0.1
@@ -79,7 +71,7 @@ class Wiring:
         self._reaching = forks.Lock()
         self._under_way: socket.socket | None = None  # to the store, being connected
         self._cutting = threading.Event()
-        self._devices: list[_Device] = []
+        self._devices: list[GlooDevice] = []
         self._pairs = 0  # upper bound of the connections awaited so far
         self._forming = 0  # groups that are being connected
         self._formed: dict[str, int] = {}  # how many groups were formed under each name
@@ -196,7 +188,7 @@ class Wiring:
     def _gloo(self, prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
         with self._lock:
             if not self._devices:
-                self._devices = _devices()
+                self._devices = devices()
             self._pairs += size
             self._forming += 1
         assert self._forming_store is not None
@@ -254,6 +246,7 @@ class Wiring:
             devices = list(self._devices)
             communicators = list(self._communicators)
             awaited = self._pairs if self._forming else 0
+            is_first = self._cut_at is None
             self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
         for communicator in communicators:
             communicator.abort()
@@ -264,6 +257,16 @@ class Wiring:
             device.shut(awaited)
         if now - cut_at >= PATIENCE:
             self.lives.end()
+        if is_first and devices:
+            timer = threading.Timer(QUIET_AFTER, self._quiet)
+            timer.name, timer.daemon = "rally-elastic-quiet", True
+            timer.start()
+
+    def _quiet(self) -> None:
+        with self._lock:
+            devices = [] if self._forming else list(self._devices)
+        for device in devices:
+            device.quiet()
 
     def _connect(self) -> None:
         with self._reaching:
@@ -305,134 +308,3 @@ class Wiring:
         self._under_way = sock
         if self.is_cut:
             raise ConnectionAbortedError(_CUT)
-
-
-class _Device:
-    """A Gloo device: a listener, and the thread that serves all its connections."""
-
-    def __init__(self, interface: str = "") -> None:
-        # Inodes, not descriptors: an older device may end meanwhile, and its descriptor numbers be reused. Another thread
-        # may open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
-        before = _sockets()
-        self.handle = torch_private.gloo_device(interface)
-        new = _sockets() - before
-        self._epolls = [
-            epoll
-            for epoll in _epolls()
-            if any(inode in new and _listens(fd) for fd, inode in _watched(epoll).items())
-        ]
-        if not self._epolls:
-            raise ElasticError(
-                "Gloo's connections cannot be found in /proc/self/fdinfo, so they could not be shut after a loss"
-            )
-
-    def shut(self, pairs: int) -> None:
-        """Shut all connections.
-
-        Args:
-            pairs: upper bound of the connections awaited. A member that dies while a group forms leaves the others waiting
-                for its connection, which has no socket yet. So this process connects to itself in the member's place,
-                with the number by which Gloo knows the pair, and closes that connection at once.
-        """
-        for epoll in self._epolls:
-            for fd, inode in _watched(epoll).items():
-                if (address := _shut(fd, inode)) is not None:
-                    for number in range(pairs):
-                        _knock(address, number)
-
-
-def _devices() -> list[_Device]:
-    """The devices that torch would choose: the interfaces of ``GLOO_SOCKET_IFNAME``, else the address of this host's name."""
-    names = environment.snapshot().get("GLOO_SOCKET_IFNAME", "")
-    interfaces = [name for name in names.split(",") if name]
-    return [_Device(name) for name in interfaces] or [_Device()]
-
-
-def _epolls() -> list[int]:
-    return [fd for fd, target in _open_files() if target == "anon_inode:[eventpoll]"]
-
-
-def _sockets() -> set[int]:
-    """The inodes of this process's sockets."""
-    return {int(target[8:-1]) for _, target in _open_files() if target.startswith("socket:[")}
-
-
-def _open_files() -> Iterator[tuple[int, str]]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            yield int(name), os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            pass  # closed meanwhile
-
-
-def _watched(epoll: int) -> dict[int, int]:
-    try:
-        with open(f"/proc/self/fdinfo/{epoll}") as file:
-            return watched(file.read())
-    except OSError:
-        return {}
-
-
-def watched(text: str) -> dict[int, int]:
-    """What an epoll instance watches.
-
-    Args:
-        text: of ``/proc/PID/fdinfo/FD``: lines such as ``tfd: 6 events: 19 data: 5633 pos:0 ino:998a sdev:9``.
-    Returns:
-        Descriptor → inode.
-    """
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("tfd:"):
-            fields = line.split()
-            inodes = [field[4:] for field in fields if field.startswith("ino:")]
-            if len(fields) > 1 and inodes:
-                found[int(fields[1])] = int(inodes[0], 16)
-    return found
-
-
-def _listens(fd: int) -> bool:
-    with _copied(fd) as copy:
-        return copy is not None and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _shut(fd: int, inode: int) -> Any:
-    """Shut a connected socket down. A listener stays open, as Gloo ends the process if it fails: returns its address."""
-    with _copied(fd) as copy:
-        if copy is None or os.fstat(copy.fileno()).st_ino != inode:
-            return None  # closed meanwhile, and the descriptor may belong to another file
-        try:
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return copy.getsockname()
-            # Gloo closes it once it has read everything. If it were not writable until then, Gloo would drop unsent data.
-            copy.shutdown(socket.SHUT_RD)
-        except OSError:
-            pass  # closed by the peer
-    return None
-
-
-def _knock(address: Any, number: int) -> None:
-    """Connect to a listener of this process as one of the pairs that Gloo awaits, then close the connection."""
-    try:
-        with socket.create_connection(address[:2], timeout=KNOCKING) as knock:
-            knock.sendall(_PAIR.pack(number))
-    except OSError:
-        pass  # the device has ended meanwhile
-
-
-@contextmanager
-def _copied(fd: int) -> Iterator[socket.socket | None]:
-    """A duplicate of a socket's descriptor; None if it is not a socket, or closed."""
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        yield None
-        return
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with sock:
-        yield sock

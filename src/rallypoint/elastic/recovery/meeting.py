@@ -160,7 +160,9 @@ class Meeting:
         text = str(error).lower()
         may_be = any(sign in text for sign in _SIGNS) and not self._kept.link.is_stopping
         patience = PATIENCE if may_be and id(error) != self._unexplained else 0.0
-        return self._kept.link.wait(self._kept.generation, patience) is not None
+        # Nodes may take minutes to meet again. Gloo's thread would spin all the while (see GlooDevice.quiet).
+        give_up = self._kept.cut if patience else None
+        return self._kept.link.wait(self._kept.generation, patience, give_up) is not None
 
     def change(self, error: BaseException | None) -> MembershipChanged | None:
         """What a collective of the script raises after a loss.   Blocks: like :meth:`explains`.
@@ -227,7 +229,8 @@ class Meeting:
 
     def _recover(self, error: BaseException | None) -> None:
         link = self._kept.link
-        notice = link.wait(self._kept.generation, PATIENCE)
+        give_up = None if error is None else self._kept.cut
+        notice = link.wait(self._kept.generation, PATIENCE, give_up)
         while True:
             if notice is None:
                 if error is not None:
@@ -245,7 +248,7 @@ class Meeting:
             except LOST as failure:
                 _log.debug("meeting of generation %d failed: %s", notice.generation, failure)
                 error = failure
-                notice = link.wait(notice.generation, PATIENCE)
+                notice = link.wait(notice.generation, PATIENCE, self._kept.cut)
                 continue
             return
 

@@ -177,16 +177,32 @@ class Link:
         """This process is about to meet the others in this generation, and no longer waits on older connections."""
         self._met = generation
 
-    def wait(self, after: int, timeout: float) -> Notice | None:
-        """The newest notice, if its generation is later than this one. Blocks: until there is one, or the time is over."""
+    def wait(
+        self, after: int, timeout: float, on_hold: Callable[[], None] | None = None
+    ) -> Notice | None:
+        """The newest notice, if its generation is later than this one. Blocks: until there is one, or the time is over.
+
+        Args:
+            after: a generation.
+            timeout: in seconds; not counted once the supervisor has said that there will be a notice.
+            on_hold: called once it has.
+        """
         deadline = Deadline(timeout)
-        with self._changed:
-            while self._newest is None or self._newest.generation <= after:
-                left = None if self._is_held else deadline.remaining()
-                if left == 0.0 or self._is_over:
-                    return None
-                self._changed.wait(left)
-            return self._newest
+        while True:
+            with self._changed:
+                while not self._is_later(after) and (on_hold is None or not self._is_held):
+                    left = None if self._is_held else deadline.remaining()
+                    if left == 0.0 or self._is_over:
+                        return None
+                    self._changed.wait(left)
+                if self._is_later(after):
+                    return self._newest
+            assert on_hold is not None
+            on_hold()  # without the lock: it may take a moment
+            on_hold = None
+
+    def _is_later(self, after: int) -> bool:
+        return self._newest is not None and self._newest.generation > after
 
     def await_end(self, timeout: float) -> None:
         """Wait to be ended by the supervisor. Blocks: until the time is over, or the supervisor is gone."""

@@ -198,6 +198,12 @@ class KeptProcess:
         if self.on_resize is not None:
             self.on_resize(rank, ranks)
 
+    def cut(self) -> None:
+        """Stop every wait on this process's connections. All ranks will meet over new ones, as nodes meet again after a loss."""
+        for wiring in {self.groups.wiring, self._forming}:
+            if wiring is not None:
+                wiring.cut()
+
     def _cut(self, notice: Notice) -> None:
         """In the link's thread: stop every wait for the lost processes. Newer connections may already be under way."""
         for wiring in {self.groups.wiring, self._forming}:
