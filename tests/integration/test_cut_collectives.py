@@ -81,7 +81,7 @@ import os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from rallypoint.elastic.communication.connections import QUIET_AFTER, Wiring
+from rallypoint.elastic.communication.connections import PATIENCE, Wiring
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 wiring = Wiring("127.0.0.1", port, "left unread")
@@ -118,8 +118,9 @@ except RuntimeError:
     pass
 del work
 before = busy(0.5)
-wiring.cut()
-time.sleep(QUIET_AFTER + 0.3)
+for _ in range(2):
+    wiring.cut()
+    time.sleep(PATIENCE + 0.05)
 after = busy(1.0)
 print(before, after, flush=True)
 os._exit(0)

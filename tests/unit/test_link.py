@@ -34,21 +34,22 @@ def tell(supervisor: socket.socket, record: dict[str, Any]) -> None:
     supervisor.sendall(json.dumps(record).encode() + b"\n")
 
 
-def test_who_waits_for_a_notice_is_told_once_that_there_will_be_one(
+def test_who_waits_for_a_notice_is_told_twice_that_there_will_be_one(
     ends: tuple[Link, socket.socket],
 ) -> None:
     link, supervisor = ends
-    held: list[int] = []
+    told: list[int] = []
 
     def on_hold() -> None:
-        held.append(1)
-        # The lock is not held here: the notice that this leads to is heard meanwhile.
-        tell(supervisor, LOST)
+        told.append(1)
+        if len(told) == 2:
+            # The lock is not held here: the notice that this leads to is heard meanwhile.
+            tell(supervisor, LOST)
 
     threading.Timer(0.1, tell, (supervisor, {"kind": "hold"})).start()
     notice = link.wait(GENERATION, 60.0, on_hold)
     assert notice is not None and notice.ranks == (2,)
-    assert held == [1]
+    assert told == [1, 1]
 
 
 def test_time_does_not_count_once_there_will_be_a_notice(ends: tuple[Link, socket.socket]) -> None:
@@ -71,3 +72,18 @@ def test_nobody_is_told_of_a_hold_that_a_notice_has_ended(ends: tuple[Link, sock
     assert link.wait(GENERATION, 60.0, lambda: told.append(1)) is not None
     assert link.wait(GENERATION + 1, 0.05, lambda: told.append(1)) is None
     assert not told
+
+
+def test_connections_are_cut_once_more_even_if_the_loss_is_heeded_at_once() -> None:
+    theirs, supervisor = socket.socketpair()
+    cut = threading.Semaphore(0)
+    with theirs, supervisor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor_line, "held", theirs.fileno)
+        link = Link(lambda _: cut.release())
+        link.meet(GENERATION + 1)
+        tell(supervisor, LOST)
+        assert cut.acquire(timeout=60) and cut.acquire(timeout=60)
+        assert not cut.acquire(timeout=0.5), "it is enough"
+        supervisor.shutdown(socket.SHUT_RDWR)
+        link._thread.join()
+        link._socket.close()

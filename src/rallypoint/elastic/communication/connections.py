@@ -29,8 +29,6 @@ from .works import Lives
 FORMING = 10.0
 # Seconds in which Gloo wakes the threads that wait on connections that were shut.
 PATIENCE = 0.2
-# Seconds after which Gloo need no longer be told of what it leaves unread or unsent.
-QUIET_AFTER = 0.5
 # Seconds for connecting to the workers' store, and between two attempts.
 STORE_PATIENCE = 15.0
 STORE_AGAIN = 0.1
@@ -234,7 +232,8 @@ class Wiring:
     def cut(self) -> None:
         """Shut everything down, from any thread. Calls that wait on these connections raise.
 
-        Another call shuts what was opened meanwhile; after :data:`PATIENCE`, it also ends calls that Gloo has not woken.
+        Another call shuts what was opened meanwhile; after :data:`PATIENCE`, it also ends calls that Gloo has not woken, and keeps
+        Gloo's thread from spinning on what they have left.
         """
         self._cutting.set()
         if (under_way := self._under_way) is not None:
@@ -246,7 +245,6 @@ class Wiring:
             devices = list(self._devices)
             communicators = list(self._communicators)
             awaited = self._pairs if self._forming else 0
-            is_first = self._cut_at is None
             self._cut_at = cut_at = now if self._cut_at is None else self._cut_at
         for communicator in communicators:
             communicator.abort()
@@ -257,16 +255,9 @@ class Wiring:
             device.shut(awaited)
         if now - cut_at >= PATIENCE:
             self.lives.end()
-        if is_first and devices:
-            timer = threading.Timer(QUIET_AFTER, self._quiet)
-            timer.name, timer.daemon = "rally-elastic-quiet", True
-            timer.start()
-
-    def _quiet(self) -> None:
-        with self._lock:
-            devices = [] if self._forming else list(self._devices)
-        for device in devices:
-            device.quiet()
+            if not awaited:
+                for device in devices:
+                    device.quiet()
 
     def _connect(self) -> None:
         with self._reaching:

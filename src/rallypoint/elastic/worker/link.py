@@ -43,13 +43,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint._core import clock, supervisor_line
-from rallypoint._core.clock import Deadline
 from rallypoint.errors import ElasticError
 
 from .termination import Termination, Word
 
 
-# Seconds until the old connections are shut again, if this process still waits on them.
+# Seconds until the old connections are shut again: once more in any case, and as long as this process waits on them.
 AGAIN = 0.25
 # Records about the end of the job.
 WORDS = {each.value for each in Word}
@@ -93,6 +92,7 @@ class Link:
         self._is_over = False
         self._met = -1
         self._is_held = False
+        self._is_cut_again = False
         self.is_stopping = False  # the job is told to stop
         self.termination = Termination()
         self._thread = threading.Thread(target=self._listen, name="rally-elastic", daemon=True)
@@ -185,21 +185,21 @@ class Link:
         Args:
             after: a generation.
             timeout: in seconds; not counted once the supervisor has said that there will be a notice.
-            on_hold: called once it has.
+            on_hold: called when it has, and once more :data:`AGAIN` later.
         """
-        deadline = Deadline(timeout)
-        while True:
+
+        def has_come() -> bool:
+            return self._is_over or self._is_later(after)
+
+        with self._changed:
+            self._changed.wait_for(lambda: has_come() or self._is_held, timeout)
+            is_held = self._is_held
+        for patience in (AGAIN, None) if is_held else ():
+            if on_hold is not None and not has_come():
+                on_hold()  # without the lock: it may take a moment
             with self._changed:
-                while not self._is_later(after) and (on_hold is None or not self._is_held):
-                    left = None if self._is_held else deadline.remaining()
-                    if left == 0.0 or self._is_over:
-                        return None
-                    self._changed.wait(left)
-                if self._is_later(after):
-                    return self._newest
-            assert on_hold is not None
-            on_hold()  # without the lock: it may take a moment
-            on_hold = None
+                self._changed.wait_for(has_come, patience)
+        return self._newest if self._is_later(after) else None
 
     def _is_later(self, after: int) -> bool:
         return self._newest is not None and self._newest.generation > after
@@ -215,9 +215,8 @@ class Link:
         poller.register(self._socket, select.POLLIN)
         while True:
             newest = self._newest
-            is_unheeded = newest is not None and newest.is_loss and self._met < newest.generation
-            # A collective may have started at the moment when the connections were shut.
-            if newest is not None and is_unheeded and not poller.poll(AGAIN * 1000):
+            if newest is not None and self._is_to_cut(newest) and not poller.poll(AGAIN * 1000):
+                self._is_cut_again = True
                 self._on_loss(newest)
                 continue
             try:
@@ -238,6 +237,11 @@ class Link:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
+
+    def _is_to_cut(self, newest: Notice) -> bool:
+        # A collective may have started at the moment when the connections were shut.
+        is_unheeded = self._met < newest.generation
+        return newest.is_loss and (is_unheeded or not self._is_cut_again)
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] in WORDS:
@@ -272,4 +276,5 @@ class Link:
             self._changed.notify_all()
         # Last: a thread that starts to form an older generation right now either sees the newer notice, or is seen here.
         if notice.is_loss:
+            self._is_cut_again = False
             self._on_loss(notice)
