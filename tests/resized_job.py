@@ -1,12 +1,14 @@
 """A job that loses and gains nodes, and whose workers report their progress in files.
 
 After each step its script writes the number of complete steps to ``at <pid>`` and a line of JSON about the step (its number
-is ``step``) to ``log <pid>``. It waits at the step that the file ``wait`` names.
+is ``step``) to ``log <pid>``. It waits at the step that the file ``wait`` names, and until then for ``$PAUSE`` seconds after each
+step: others have time to come, and few steps suffice.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +20,10 @@ import psutil
 from elastic import wait_until
 from ports import free_port
 from supervisors import Popen
+
+
+# Seconds.
+PAUSE = 0.15
 
 
 class Job:
@@ -48,11 +54,13 @@ class Job:
         self.words = [sys.executable, "-m", "rallypoint", "run", *flags]
         self.words += map(str, [folder / "train.py", folder, *words])
         self.nodes: list[subprocess.Popen[bytes]] = []
+        self.go_on()
 
     def start(self) -> subprocess.Popen[bytes]:
         output = (self.folder / f"node {len(self.nodes)}").open("wb")
+        env = {**os.environ, "PAUSE": str(PAUSE)}
         with output:
-            self.nodes.append(Popen(self.words, stdout=output, stderr=output))
+            self.nodes.append(Popen(self.words, env=env, stdout=output, stderr=output))
         return self.nodes[-1]
 
     def output(self) -> str:

@@ -19,9 +19,9 @@ from resized_job import Job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-SAMPLES, BATCH, EPOCHS = 2400, 12, 2
+SAMPLES, BATCH, EPOCHS = 900, 12, 2
 # Newcomers meet the others while those train: this is far enough for that, and before the end.
-FAR = 350
+FAR, BEYOND = 130, 1 << 20
 SCRIPT = """
 import json, os, pathlib, sys, time
 import torch
@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from rallypoint import elastic
 
 folder, samples, batch_size, epochs = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
+PAUSE = float(os.environ["PAUSE"])
 torch.manual_seed(0)
 torch.set_num_threads(1)
 if (folder / "fails").exists():
@@ -72,9 +73,9 @@ with session:
                 print(json.dumps(told), file=log)
             (folder / f"new {os.getpid()}").write_text(f"{session.position}")
             os.replace(folder / f"new {os.getpid()}", folder / f"at {os.getpid()}")
-            while (folder / "wait").exists() and session.position >= int((folder / "wait").read_text()):
-                time.sleep(0.01)
-            time.sleep(0.03)
+            while session.position >= (end := int((folder / "wait").read_text())):
+                time.sleep(0.02)
+            time.sleep(PAUSE if end < 1 << 30 else 0.0)
 if dist.get_rank() == 0:
     torch.save([each.detach() for each in net.module.parameters()], folder / "end.pt")
 dist.destroy_process_group()
@@ -335,10 +336,11 @@ def test_steps_under_way_are_repeated_with_their_samples_shared_anew(
 ) -> None:
     """Nodes are lost and arrive while steps run, at any moment."""
     it = job(1, 3)
+    it.hold_at(BEYOND)
     for _ in range(3):
         it.start()
     for number in range(1, 6):
-        it.wait(lambda step=60 * number: len(it.at(step)) >= 2, "some ranks train")
+        it.wait(lambda step=25 * number: len(it.at(step)) >= 2, "some ranks train")
         living = [node for node in it.nodes if node.poll() is None]
         if number % 2:
             it.kill(living[number % len(living)])

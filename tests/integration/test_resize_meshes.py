@@ -13,8 +13,8 @@ from resized_job import Job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-SAMPLES, BATCH, EPOCHS = 1200, 12, 2
-FAR = 150
+SAMPLES, BATCH, EPOCHS = 600, 12, 2
+FAR = 85
 SCRIPT = """
 import json, os, pathlib, sys, time
 import torch
@@ -28,6 +28,7 @@ from rallypoint import elastic
 from rallypoint.parallel import ParallelLayout, ParallelMesh
 
 folder, way, samples, batch_size, epochs = pathlib.Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
+PAUSE = float(os.environ["PAUSE"])
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -84,9 +85,9 @@ with session:
                 print(json.dumps(told), file=log)
             (folder / f"new {os.getpid()}").write_text(f"{session.position}")
             os.replace(folder / f"new {os.getpid()}", folder / f"at {os.getpid()}")
-            while (folder / "wait").exists() and session.position >= int((folder / "wait").read_text()):
-                time.sleep(0.01)
-            time.sleep(0.03)
+            while session.position >= (end := int((folder / "wait").read_text())):
+                time.sleep(0.02)
+            time.sleep(PAUSE if end < 1 << 30 else 0.0)
 parameters = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in net.parameters()]
 if dist.get_rank() == 0:
     torch.save([each.detach() for each in parameters], folder / "end.pt")
@@ -139,17 +140,17 @@ def test_whole_replicas_are_lost_and_come(
     job: Callable[[str], Job], tmp_path: Path, way: str, lost: int
 ) -> None:
     it = job(way)
-    it.hold_at(20)
+    it.hold_at(10)
     for _ in range(3):
         it.start()
-    it.wait(lambda: len(it.at(20)) == 6, "six ranks train")
+    it.wait(lambda: len(it.at(10)) == 6, "six ranks train")
     before = set(it.steps())
     it.kill(it.nodes[lost])
-    it.hold_at(40)
-    it.wait(lambda: len(it.at(40)) == 4, "four ranks go on")
+    it.hold_at(20)
+    it.wait(lambda: len(it.at(20)) == 4, "four ranks go on")
     survivors = set(it.steps())
     assert survivors < before, it.output()
-    assert {str(each["mesh"][0]) for each in it.told() if each["step"] == 39} == {"[2, 2]"}
+    assert {str(each["mesh"][0]) for each in it.told() if each["step"] == 19} == {"[2, 2]"}
     it.start()
     it.hold_at(FAR)
     it.wait(lambda: len(it.steps()) == 6, "six ranks again")
