@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -13,6 +13,8 @@ from hypothesis import given, strategies as st
 from rallypoint.rendezvous.backends import door, greeting
 from rallypoint.rendezvous.backends.door import Doorman
 from rallypoint.rendezvous.backends.greeting import Door
+from rallypoint.rendezvous.backends.tcpstore import TcpStore
+from tcp_stores import ServedStore
 
 
 PATIENCE = 30.0
@@ -149,3 +151,22 @@ def test_a_doorman_answers_until_the_socket_is_handed_on():
     assert greet(0.2) is greeting.SILENT  # it waits in the queue for whoever holds the socket now
     for each in (silent, other, sock):
         each.close()
+
+
+def test_a_client_goes_on_with_the_connection_on_which_the_store_answered():
+    with closing(ServedStore()) as served:
+        reply, line = door.enter("127.0.0.1", served.port, PATIENCE)
+        assert reply.door is Door.SERVES and line is not None
+        own = line.getsockname()
+        with closing(TcpStore("127.0.0.1", served.port, silence=PATIENCE, greeted=line)) as store:
+            assert store._socket.getsockname() == own
+            store.set("key", b"value")
+            with closing(store.clone()) as other:
+                assert other.get("key", PATIENCE) == b"value"
+
+
+@pytest.mark.parametrize("words", [greeting.ECHO + b"and more", greeting.STARTING, b"SSH-2.0-x"])
+def test_there_is_no_connection_to_go_on_with_unless_a_store_answered(words):
+    with saying(words) as port:
+        reply, line = door.enter("127.0.0.1", port, PATIENCE)
+    assert line is None and reply.door is not Door.SERVES

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from rallypoint._core import forks
 from rallypoint._core.clock import Deadline, milliseconds
 from rallypoint.rendezvous.held_lines import HeldLines
 
@@ -38,24 +39,43 @@ def greet(host: str, port: int, timeout: float, *, reach: float | None = None) -
         timeout: seconds for the connection, and for each part of the answer.
         reach: seconds for the connection, if fewer: a kernel answers at once, however busy its host is.
     """
+    reply, line = enter(host, port, timeout, reach=reach)
+    if line is not None:
+        line.close()
+    return reply
+
+
+def enter(
+    host: str, port: int, timeout: float, *, reach: float | None = None
+) -> tuple[Reply, socket.socket | None]:
+    """As :func:`greet`. If a store serves there, its client goes on with this connection: the greeting is what it begins with."""
     try:
-        with _connected(host.strip("[]"), port, timeout if reach is None else reach) as sock:
-            sock.settimeout(timeout)
-            try:
-                sock.sendall(greeting.GREETING)
-                answer = _receive(sock)
-            except TimeoutError:
-                answer = None
-            except OSError:
-                answer = b""
+        line = _connected(host.strip("[]"), port, timeout if reach is None else reach)
     except ConnectionRefusedError:
-        return Reply(Door.REFUSED, "nothing listens there yet")
+        return Reply(Door.REFUSED, "nothing listens there yet"), None
     except socket.gaierror as error:
         why = error.strerror or str(error)
-        return Reply(Door.UNKNOWN, f"{host} has no address yet: {why}")
+        return Reply(Door.UNKNOWN, f"{host} has no address yet: {why}"), None
     except OSError as error:
-        return Reply(Door.UNREACHED, error.strerror or str(error))
-    return greeting.SILENT if answer is None else greeting.read(answer)
+        return Reply(Door.UNREACHED, error.strerror or str(error)), None
+    answer = _answer(line, timeout)
+    reply = greeting.SILENT if answer is None else greeting.read(answer)
+    if answer == greeting.ECHO:
+        return reply, line
+    line.close()
+    return reply, None
+
+
+def _answer(line: socket.socket, timeout: float) -> bytes | None:
+    """The answer to the greeting; None if none came in time."""
+    line.settimeout(timeout)
+    try:
+        line.sendall(greeting.GREETING)
+        return _receive(line)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
 
 
 def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
@@ -75,12 +95,18 @@ def _connected(host: str, port: int, timeout: float) -> socket.socket:
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):
-        make = partial(socket.socket, family, kind | socket.SOCK_NONBLOCK, protocol)
+        make = partial(_new, family, kind | socket.SOCK_NONBLOCK, protocol)
         try:
             return _reached(make, address, Deadline(timeout))
         except OSError as error:
             failure = error
     raise failure
+
+
+def _new(family: int, kind: int, protocol: int) -> socket.socket:
+    """A socket of which forks get no copy: it may be the store's for a long time."""
+    with forks.opening():
+        return forks.close_in_child(socket.socket(family, kind, protocol))
 
 
 def _reached(make: Callable[[], socket.socket], address: Any, deadline: Deadline) -> socket.socket:

@@ -44,7 +44,7 @@ class Reply:
 def read(answer: bytes) -> Reply:
     """What the received bytes mean; no bytes mean that the other end hung up."""
     known = {ECHO: Door.SERVES, STARTING: Door.STARTING}
-    door = known.get(answer[: len(ECHO)])
+    door = known.get(answer)
     if door is not None:
         return Reply(door)
     if not answer:

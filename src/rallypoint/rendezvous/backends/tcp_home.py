@@ -36,7 +36,7 @@ from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
 from .questions import Questions
-from .tcpstore import BREAK, REPLY_TIMEOUT, LifeSigns, TcpStore
+from .tcpstore import BREAK, LifeSigns, TcpStore
 
 
 _log = logging.getLogger(__name__)
@@ -52,8 +52,6 @@ ATTEMPT = 1.0
 FIRST_PART = 1 / 8
 # The least time for the kernel of the lost store's host to answer.
 LEAST_REACH = 0.15
-# Seconds for a node's first connection to the store.
-FIRST_TURN = 10.0
 # How many reasons for the missing store get a line of their own.
 MOST_SAID = 4
 # Seconds for an answer at the endpoint; and the most seconds of a store's start-up that do not count.
@@ -229,18 +227,14 @@ class TcpHome:
                 left = deadline.remaining()
                 brief = left is not None and not starting
                 timeout = min(FIRST_ANSWER, max(left or 0.0, 0.001)) if brief else FIRST_ANSWER
-                reply = door.greet(host, port, timeout)
+                reply, line = door.enter(host, port, timeout)
                 if reply is SILENT:
                     # While the doorman hands over to the store, there is briefly no answer.
                     reply = Reply(Door.STARTING) if starting else door.ask(host, port)
                 replies.append(reply)
-                if reply.door is Door.SERVES:
-                    with contextlib.suppress(RendezvousConnectionError):  # it has just exited
-                        place = Place(host, port)
-                        # Thousands of nodes may come at once, so this one's turn may take a while.
-                        store = self._client(place, FIRST_TURN)
-                        self._current = place
-                        return store
+                if line is not None:
+                    self._current = Place(host, port)
+                    return self._client(self._current, greeted=line)
             # An answer says more than none.
             reply = max(replies, key=lambda each: each.door in {Door.STARTING, Door.STRANGER})
             starting = any(each.door is Door.STARTING for each in replies)
@@ -287,8 +281,8 @@ class TcpHome:
         self._current = Place(host, port, node_id)
         return self._server.connect()
 
-    def _client(self, place: Place, timeout: float = REPLY_TIMEOUT) -> TcpStore:
-        store = TcpStore(place.addr, place.port, silence=self._silence, timeout=timeout)
+    def _client(self, place: Place, greeted: socket.socket | None = None) -> TcpStore:
+        store = TcpStore(place.addr, place.port, silence=self._silence, greeted=greeted)
         self._signs[place.addr, place.port] = store.signs
         return store
 

@@ -79,6 +79,7 @@ class TcpStore:
         timeout: seconds that connecting may take; the first answer gets :data:`GREETING` more.
         signs: the host's signs of life; None: none are known.
         begun: called with the socket before it connects, so that another thread can shut the socket down to end the attempt.
+        greeted: a connection on which the store has answered the greeting (:func:`.door.enter`); None: a new one is made.
 
     Raises:
         RendezvousConnectionError: nothing listens there, or no store answered.
@@ -93,6 +94,7 @@ class TcpStore:
         timeout: float = REPLY_TIMEOUT,
         signs: LifeSigns | None = None,
         begun: Callable[[socket.socket], None] | None = None,
+        greeted: socket.socket | None = None,
     ) -> None:
         self.signs = LifeSigns() if signs is None else signs
         self._host, self._port, self._silence = host.strip("[]"), port, silence
@@ -102,7 +104,7 @@ class TcpStore:
         self._ahead = b""  # received but not yet read
         deadline = Deadline(timeout)
         try:
-            self._socket = _connected(self._host, port, deadline, begun)
+            self._socket = greeted or _connected(self._host, port, deadline, begun)
         except OSError as error:
             raise self._gone(error) from None
         forks.abandon_in_child(self)
@@ -113,6 +115,8 @@ class TcpStore:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if silence is not None:
             break_on_silence(self._socket, silence, BREAK)
+        if greeted is not None:
+            return
         try:
             # Connected does not mean served: the kernel accepts connections for a stopped process, too.
             self._greet((deadline.remaining() or 0.0) + GREETING)
