@@ -23,20 +23,23 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rallypoint._core import process
+from rallypoint._core import process, supervisor_line
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 # Loaded for fork servers only: what a supervisor does to its own modules does not affect these.
 _servers_modules: dict[str, types.ModuleType] = {}
+# What an interpreter has in sys.path besides its first entry, which depends on how it was started.
+_installed: list[str] = []
 
 
 def main() -> NoReturn:
     line = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # collections are a third of the time that these imports take
     for name in ("rallypoint.launch.server.forkserver", *sys.argv[2:-1]):
-        with contextlib.suppress(ImportError):  # tests/stub has less than torch has
+        # Tests/stub has less than torch has. What asks to be called in workers asks again when a script imports it.
+        with contextlib.suppress(ImportError), supervisor_line.nothing_awaited():
             importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
         _servers_modules[name] = sys.modules.pop(name)
@@ -82,6 +85,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
         os.setsid()
     os.chdir(order["cwd"])
     sys.path[1:1] = order["path"]
+    _installed[:] = sys.path[1:]
     if order["run"] == "fork server":
         _become_fork_server(order["name"], order["env"], order["pass_fds"])
     _take_environment(order["env"])
@@ -195,6 +199,7 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
         # In a notebook these are other objects.
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
         sys.argv = ["-c"]
+        sys.path[:] = ["", *_installed]
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(code, vars(module))
     except Exception:

@@ -44,8 +44,12 @@ _ZYGOTE = Path(__file__).with_name("supervisor_zygote.py")
 # Bytes for a forked process's environment and its command line in /proc.
 ENVIRONMENT_ROOM = 1 << 15
 TITLE_ROOM = 1 << 11
-# The third is what torch imports when an optimizer first steps.
-TORCH = ("torch", "torch.distributed", "torch._dynamo")
+# What most scripts use. The third is what torch imports when an optimizer first steps, the next two what sessions need of it for
+# some models. A script imports the last one anew, but finds its parts loaded, as in a worker that takes a lost one's place.
+TORCH = (
+    *("torch", "torch.distributed", "torch._dynamo"),
+    *("torch.distributed.optim", "torch.distributed.checkpoint", "rallypoint.elastic"),
+)
 # Variables that Python, torch and the libraries below it read when they are loaded.
 _READ_WHEN_LOADED = (
     "PYTHON",
@@ -149,12 +153,13 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         zygote = None
         task = _task(args)
         if self._forked and task is not None and not (preexec or pass_fds):
-            # A test file chooses its imports for all of its tests, so a zygote pays off at once.
-            first = bool(self._place["net"]) or self._imports != TORCH
+            given = dict(os.environ if env is None else env)
+            # A test file chooses its imports for all of its tests, and most jobs have the tests' own variables.
+            first = self._imports != TORCH or _read_when_loaded(given) == _read_when_loaded(
+                dict(os.environ)
+            )
             with _choosing:
-                zygote = _zygote(
-                    dict(os.environ if env is None else env), self._imports, first=first
-                )
+                zygote = _zygote(given, self._imports, first=first or bool(self._place["net"]))
         files = [
             own if theirs == -1 else theirs for own, theirs in enumerate((stdin, stdout, stderr))
         ]
@@ -268,11 +273,7 @@ _zygotes: dict[tuple[Any, ...], Zygote | None] = {}
 
 def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zygote | None:
     """One that has read the same variables, if it pays off: the first to ask for a set gets none unless ``first``."""
-    read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
-    read.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    if _added_path(env):  # a fork does this itself
-        read.pop("PYTHONPATH")
-        read |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}
+    read = _read_when_loaded(env)
     if "PYTHONSAFEPATH" in read:
         return None
     key = (imports, *sorted(read.items()))
@@ -285,6 +286,16 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
         oldest = next(key for key, each in _zygotes.items() if each is not None)
         _zygotes.pop(oldest).close()  # type: ignore[union-attr]
     return zygote
+
+
+def _read_when_loaded(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that Python and torch read when they are loaded, except those that a fork heeds itself."""
+    read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
+    read.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if _added_path(env):
+        read.pop("PYTHONPATH")
+        read |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}
+    return read
 
 
 def _added_path(env: Mapping[str, str]) -> list[str]:

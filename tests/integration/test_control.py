@@ -119,13 +119,22 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     name = f"control-{os.getpid()}"
     made = Job(tmp_path_factory.mktemp("job") / "a", 5, name)
     try:
         yield made
     finally:
         made.end()
+
+
+@pytest.fixture
+def job(_job: Job) -> Iterator[Job]:
+    """One for all tests. The rank that runs a loop stands still while others run: it would keep a core busy."""
+    (loop,) = (each["pid"] for each in connect(_job.name).status()["workers"] if each["rank"] == 2)
+    os.kill(loop, signal.SIGCONT)
+    yield _job
+    os.kill(loop, signal.SIGSTOP)
 
 
 def test_status_says_what_the_job_is_and_does(job: Job) -> None:

@@ -13,7 +13,7 @@ from supervisors import run
 pytestmark = pytest.mark.integration
 
 SCRIPT = """
-import os, pathlib, signal, sys
+import atexit, gc, os, pathlib, signal, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from rallypoint.launch import MultiprocessConfig, launch_subprocesses
@@ -24,6 +24,7 @@ def setup():
 
 def train():
     LATE
+    atexit.register(gc.freeze)  # or an interpreter that ends looks through all of torch for cycles
     torch.manual_seed(0)
     net = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -34,6 +34,12 @@ LAUNCHER = os.environ.get("EXAMPLES_LAUNCHER", "rally")
 # No run should come near this: the slowest of these jobs takes 10 s on two cores.
 TIMEOUT = 240
 
+# What examples import, and what torch imports when an optimizer first steps: it takes seconds in every process.
+IMPORTS = (
+    *(*supervisors.TORCH, "sklearn.datasets", "sklearn.model_selection", "rich.progress"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.distributions"),
+)
+
 # The same number of threads everywhere, and none of the settings of a job that these tests may be part of.
 ENVIRONMENT = {
     name: value
@@ -66,8 +72,7 @@ def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT,
         check=False,
-        # What examples import, and what torch imports when an optimizer first steps: it takes seconds in every process.
-        imports=(*supervisors.TORCH, "sklearn.datasets", "sklearn.model_selection", "matplotlib"),
+        imports=IMPORTS,
     )
 
 

@@ -190,7 +190,7 @@ def test_big_tensors_come_back_right():
     def work(weights):
         return weights * (dist.get_rank() + 1), weights.sum().item()
 
-    weights = torch.arange(12_500_000, dtype=torch.float64)  # 100 MB there, 100 MB back from each
+    weights = torch.arange(4_000_000, dtype=torch.float64)  # 32 MB there, 32 MB back from each
     for rank, (scaled, seen) in enumerate(launch_subprocesses(work, TWO, weights)):
         assert seen == weights.sum().item()
         assert torch.equal(scaled, weights * (rank + 1))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -76,7 +76,7 @@ KINDS = ["even", "short last batches", "the first has none", "the last has none"
 
 
 def batches_of(
-    sizes: list[list[int]], rank: int, epoch: int
+    sizes: Sequence[Sequence[int]], rank: int, epoch: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1000 * epoch + rank)
     return [
@@ -162,8 +162,14 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def alone(
-    sizes: list[list[int]],
+def alone(sizes: list[list[int]], weighting: str, **options: Any) -> torch.Tensor:
+    """One process that has, in each step, what all ranks have, weighted by the definition."""
+    return _alone(tuple(map(tuple, sizes)), weighting, **options)
+
+
+@functools.cache
+def _alone(
+    sizes: tuple[tuple[int, ...], ...],
     weighting: str,
     *,
     kind: str = "mlp",
@@ -171,7 +177,6 @@ def alone(
     epochs: int = 2,
     flush: bool = True,
 ) -> torch.Tensor:
-    """One process that has, in each step, what all ranks have, weighted by the definition."""
     model = model_of(kind)
     optimizer = optimizer_of(model)
     world_size, total = len(sizes), max(map(len, sizes))
@@ -280,6 +285,14 @@ def every(cases: list[tuple[str, str]]) -> Callable[..., list[torch.Tensor]]:
     return train_all
 
 
+def train_everywhere(
+    ranks: Ranks, cases: list[tuple[str, str]], sizes: list[list[int]], **options: Any
+) -> list[list[torch.Tensor]]:
+    """What all ranks have, for each of these weightings and modes."""
+    found = ranks.run(functools.partial(every(cases), **options), sizes)
+    return [list(each) for each in zip(*found, strict=True)]
+
+
 WEIGHTINGS = ("samples", "ranks", "initial")
 
 
@@ -290,9 +303,9 @@ def test_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
     if ranks.world_size > 2:  # two ranks cover every pair: here each mode and each weighting
         cases = [(WEIGHTINGS[(KINDS.index(kind) + i) % 3], mode) for i, mode in enumerate(MODES)]
     expected = {weighting: alone(sizes, weighting) for weighting in WEIGHTINGS}
-    found = zip(*ranks.run(every(cases), sizes), strict=True)
+    found = train_everywhere(ranks, cases, sizes)
     for (weighting, _), each in zip(cases, found, strict=True):
-        assert_all_equal(list(each), expected[weighting])
+        assert_all_equal(each, expected[weighting])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -309,27 +322,24 @@ def test_classic_ddp_equals_one_process(ranks: Ranks, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_zero_equals_one_process(ranks: Ranks, kind: str) -> None:
-    def case(*args: Any) -> torch.Tensor:
-        return train(*args, zero=True)
-
     sizes = sizes_of(ranks.world_size, kind)
-    for mode in ["classic", *MODES]:
-        weighting = "ranks" if mode == "classic" else "samples"
-        assert_all_equal(ranks.run(case, sizes, weighting, mode), alone(sizes, weighting))
+    cases = [("ranks", "classic"), *(("samples", mode) for mode in MODES)]
+    found = train_everywhere(ranks, cases, sizes, zero=True)
+    for (weighting, _), each in zip(cases, found, strict=True):
+        assert_all_equal(each, alone(sizes, weighting))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accumulated_gradients_of_a_rank_that_runs_out_are_not_lost(
     three: Ranks, kind: str
 ) -> None:
-    def case(*args: Any) -> torch.Tensor:
-        return train(*args, accumulation=2)
-
     sizes = sizes_of(3, kind)
-    for mode in MODES:
+    cases = [("samples", mode) for mode in MODES]
+    found = train_everywhere(three, cases, sizes, accumulation=2)
+    for mode, each in zip(MODES, found, strict=True):
         # A user's own loop cannot know which step is the very last.
         expected = alone(sizes, "samples", accumulation=2, flush=mode != "planned")
-        assert_all_equal(three.run(case, sizes, "samples", mode), expected)
+        assert_all_equal(each, expected)
 
 
 OPTIONS = {
@@ -344,17 +354,14 @@ OPTIONS = {
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_options_of_ddp(three: Ranks, option: str, kind: str) -> None:
     model, options = OPTIONS[option]
-
-    def case(*args: Any) -> torch.Tensor:
-        return train(*args, model, ddp_options=options)
-
     sizes = sizes_of(3, kind)
     # A rank learns a static graph in its own first backward pass.
     needs_replay = option == "static graph" and [] in sizes
-    for mode in ["replay", "windows"] if needs_replay else ["classic", *MODES]:
-        weighting = "ranks" if mode == "classic" else "samples"
-        expected = alone(sizes, weighting, kind=model)
-        assert_all_equal(three.run(case, sizes, weighting, mode), expected)
+    modes = ["replay", "windows"] if needs_replay else ["classic", *MODES]
+    cases = [("ranks" if mode == "classic" else "samples", mode) for mode in modes]
+    found = train_everywhere(three, cases, sizes, kind=model, ddp_options=options)
+    for (weighting, _), each in zip(cases, found, strict=True):
+        assert_all_equal(each, alone(sizes, weighting, kind=model))
 
 
 def test_a_static_graph_that_a_rank_cannot_learn_is_refused_on_every_rank(pairs: Ranks) -> None:
@@ -374,14 +381,13 @@ def test_a_static_graph_that_a_rank_cannot_learn_is_refused_on_every_rank(pairs:
 
 
 def test_a_communication_hook_of_the_user(three: Ranks) -> None:
-    def case(*args: Any) -> torch.Tensor:
-        return train(*args, compress=True, accumulation=2)
-
+    cases = [("samples", mode) for mode in MODES]
     for kind in KINDS:
         sizes = sizes_of(3, kind)
-        for mode in MODES:
+        found = train_everywhere(three, cases, sizes, compress=True, accumulation=2)
+        for mode, each in zip(MODES, found, strict=True):
             expected = alone(sizes, "samples", accumulation=2, flush=mode != "planned")
-            assert_all_equal(three.run(case, sizes, "samples", mode), expected)
+            assert_all_equal(each, expected)
 
 
 # -- other joinables ------------------------------------------------------------------------------
@@ -424,15 +430,19 @@ def sharded(
 @pytest.mark.parametrize("kind", KINDS)
 def test_fsdp2_equals_one_process(ranks: Ranks, kind: str) -> None:
     sizes = sizes_of(ranks.world_size, kind)
-    for weighting, mode, accumulation in (
+    cases = [
         ("samples", "replay", 1),
         ("samples", "windows", 2),
         ("ranks", "replay", 1),
         ("initial", "replay", 1),
-    ):
-        expected = alone(sizes, weighting, accumulation=accumulation)
-        found = ranks.run(sharded, sizes, weighting, mode, "fsdp", accumulation)
-        assert_all_equal(found, expected)
+    ]
+
+    def case() -> list[torch.Tensor]:
+        return [sharded(sizes, weighting, mode, "fsdp", times) for weighting, mode, times in cases]
+
+    found = zip(*ranks.run(case), strict=True)
+    for (weighting, _, accumulation), each in zip(cases, found, strict=True):
+        assert_all_equal(list(each), alone(sizes, weighting, accumulation=accumulation))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,7 @@ def snapshot(models: list[nn.Module]) -> Snapshot:
     )
 
 
+@functools.cache
 def alone(order: str, weighting: str, number: int, standing: bool) -> list[Snapshot]:
     """One process: what it has after each epoch."""
     models = models_of(number)

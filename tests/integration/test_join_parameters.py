@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,6 +96,7 @@ def step(loop: str, model: Any, optimizer: Any, batch: tuple[torch.Tensor, torch
         optimizer.zero_grad()
 
 
+@functools.cache
 def alone(kind: str, loop: str) -> list[torch.Tensor]:
     """One process, with the batches of all ranks in each step."""
     model = model_of(kind)
@@ -126,11 +128,15 @@ def train(kind: str, loop: str, mode: str, options: dict[str, Any]) -> list[torc
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sparse_and_complex_gradients_equal_one_process(three: Ranks, kind: str, mode: str) -> None:
-    for loop in LOOPS:
-        for options in ({}, {"find_unused_parameters": True}):
-            expected = alone(kind, loop)
-            for found in three.run(train, kind, loop, mode, options):
-                torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    forms: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}]
+    cases = [(loop, options) for loop in LOOPS for options in forms]
+
+    def case() -> list[list[torch.Tensor]]:
+        return [train(kind, loop, mode, options) for loop, options in cases]
+
+    for each in three.run(case):
+        for (loop, _), found in zip(cases, each, strict=True):
+            torch.testing.assert_close(found, alone(kind, loop), rtol=0, atol=1e-10)
 
 
 def too_early(steps: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
 from rallypoint._core import limits
 
 
@@ -69,9 +70,13 @@ def rally(tmp_path: Path, *words: str, through: tuple[str, ...] = (), **more) ->
 
 def test_open_files_of_a_function_launch(tmp_path):
     (tmp_path / "sweep.py").write_text(SWEEP)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "sweep.py")], capture_output=True, text=True, timeout=200, check=False
-    )  # fmt: skip
+    done = supervisors.run(
+        [sys.executable, str(tmp_path / "sweep.py")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "LaunchError" in done.stdout
     assert done.stdout.endswith("0 1\n"), done.stdout
@@ -90,8 +95,12 @@ store_host.serve(listener.fileno(), listener.getsockname()[1])
 
 
 def test_a_store_that_may_open_no_file_says_so_in_a_line():
-    done = subprocess.run(
-        [sys.executable, "-c", STORE], capture_output=True, text=True, timeout=200, check=False
+    done = supervisors.run(
+        [sys.executable, "-c", STORE],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 1
     assert done.stderr.startswith("rally: the workers' store cannot be served at port ")

@@ -87,7 +87,6 @@ class Node:
         self.process = Popen(
             [sys.executable, "-m", "rallypoint", "run", *flags, *script],
             cwd=folder,
-            forked=not slow,
             env={**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"},
             stderr=subprocess.PIPE,
             text=True,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import supervisors
 from supervisors import RALLY
 
 
+# The process to fork from is such a Python, too, and no other file needs it.
+IMPORTS = ("torch.distributed", "torch._dynamo")
+
 WITHOUT = """
-import fcntl, os, signal
+import atexit, fcntl, gc, os, signal
+atexit.register(gc.freeze)  # or an interpreter that ends looks through all of torch for cycles
 for module, names in (
     (os, ("pidfd_open", "memfd_create", "copy_file_range", "getrandom", "P_PIDFD", "PIDFD_NONBLOCK")),
     (os, [name for name in dir(os) if name.startswith("MFD_")]),
@@ -74,19 +79,25 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of such a Python."""
-    folder = tmp_path / "site"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("site")
     (folder / "sitecustomize.py").write_text(WITHOUT)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def run(folder: Path, env: dict[str, str], script: str, *words: str) -> str:
     (folder / "script.py").write_text(script)
-    done = subprocess.run(
-        words, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    done = supervisors.run(
+        words,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        imports=IMPORTS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -110,8 +121,7 @@ def test_tensors_are_sent_in_shared_memory(tmp_path: Path, old: dict[str, str]) 
 
 
 def test_functions_are_launched_in_each_way(tmp_path: Path, old: dict[str, str]) -> None:
-    python = str(Path(RALLY).with_name("python"))
-    assert run(tmp_path, old, FUNCTIONS, python, "script.py").splitlines() == [
+    assert run(tmp_path, old, FUNCTIONS, sys.executable, "script.py").splitlines() == [
         "forkserver [42, 42]",
         "fork [42, 42]",
         "spawn [42, 42]",

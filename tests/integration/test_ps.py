@@ -16,7 +16,7 @@ import pytest
 from pace import pace
 from ports import free_port
 from rallypoint.control.client import connect
-from supervisors import RALLY, Popen
+from supervisors import RALLY, Popen, run
 
 
 PATIENCE = 60.0
@@ -39,7 +39,7 @@ while True:
 
 def rows(*words: str) -> list[str]:
     """What ``rally ps`` prints about this test's job, without the header."""
-    told = subprocess.run(
+    told = run(
         [RALLY, "ps", *words], capture_output=True, text=True, timeout=PATIENCE * pace(), check=True
     )
     return [line for line in told.stdout.splitlines() if line.startswith(name())]
@@ -100,7 +100,7 @@ def test_ps_of_several_nodes(start: Callable[[], subprocess.Popen[bytes]], tmp_p
     found = rows(str(last.pid))
     assert [f"{rank} of {NODES}" in row for rank, row in enumerate(found)] == [True] * NODES
 
-    told = subprocess.run([RALLY, "ps", "--json", str(last.pid)], capture_output=True, check=True)
+    told = run([RALLY, "ps", "--json", str(last.pid)], capture_output=True, check=True)
     first, *_ = [json.loads(line) for line in told.stdout.splitlines()]
     assert first["state"] == hangs
     assert first["hang"]["missing"] == [2]

@@ -14,7 +14,7 @@ import pytest
 
 from pace import pace
 from ports import free_port
-from supervisors import RALLY, Popen
+from supervisors import RALLY, Popen, run
 
 
 PATIENCE = 60.0
@@ -59,15 +59,14 @@ def start(meets: list[str], tmp_path: Path) -> Iterator[Start]:
 
 
 def ps(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [RALLY, "ps", *words], capture_output=True, text=True, timeout=PATIENCE * pace()
-    )
+    return run([RALLY, "ps", *words], capture_output=True, text=True, timeout=PATIENCE * pace())
 
 
 def wait_for(look: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE * pace()
     while not look():
         assert time.monotonic() < deadline, what
+        time.sleep(0.1)
 
 
 def test_a_job_of_other_hosts(start: Start, meets: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rallypoint.elastic.communication import reduce_scatter
-from rallypoint.testing import run_ranks
+from rallypoint.testing import Ranks, run_ranks
 
 
 OPERATIONS = ("SUM", "AVG", "MAX", "PRODUCT")
@@ -80,10 +81,11 @@ def flat(inputs: Any) -> list[torch.Tensor]:
 
 
 def test_results_are_torchs_to_the_bit() -> None:
-    for op in OPERATIONS:
-        for columns in (1, 501):
-            compared = run_ranks(reduce_scatters_are_torchs, 3, op, columns)
-            assert min(compared) == max(compared) >= 12
+    with contextlib.closing(Ranks(3)) as ranks:
+        for op in OPERATIONS:
+            for columns in (1, 501):
+                compared = ranks.run(reduce_scatters_are_torchs, op, columns)
+                assert min(compared) == max(compared) >= 12
 
 
 def wrong_tensors_are_left_to_torch() -> list[str]:

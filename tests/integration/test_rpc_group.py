@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import supervisors
 from pace import pace
 from rallypoint._core import resolver
 from rallypoint._core.clock import Deadline
@@ -495,7 +496,7 @@ def test_a_store_that_ends_is_noticed_and_said(tmp_path: Any, caplog: Any) -> No
 
 
 def start(program: str, *args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return supervisors.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

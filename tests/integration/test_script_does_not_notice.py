@@ -1079,9 +1079,12 @@ def random_states(
 ) -> list[dict[str, Any]]:
     """What two workers of one generation and two of the next draw."""
     probe = Probe(
-        files={"probe.py": RANDOM + "os._exit(int(os.environ['RALLY_GENERATION'] == '0'))"},
+        files={
+            "probe.py": RANDOM
+            + "sys.stdout.flush()\nos._exit(int(os.environ['RALLY_GENERATION'] == '0'))"
+        },
         # (numpy imports its random part at first use: without the preload, in the worker.)
-        flags=["--nproc-per-node=2", "--max-restarts=1", "--unbuffered", "--preload=numpy.random"],
+        flags=["--nproc-per-node=2", "--max-restarts=1", "--preload=numpy.random"],
         real_torch=True,
         prepared=True,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import supervisors
 from rallypoint._core import secret
 
 
@@ -98,7 +99,7 @@ class Running:
         (folder / "tmp").mkdir()
         command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", *words]
         with (folder / "stderr").open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process = supervisors.Popen(
                 [*command, "worker.py", str(folder), str(code)],
                 cwd=folder,
                 env={**os.environ, "TMPDIR": str(folder / "tmp")},
@@ -115,7 +116,7 @@ class Running:
         return one
 
     def spied(self) -> bytes:
-        done = subprocess.run(
+        done = supervisors.run(
             [sys.executable, "-c", SPY, str(self.folder), self.addr, self.port],
             capture_output=True,
             timeout=PATIENCE,
@@ -230,8 +231,12 @@ def test_a_users_variable_stays_and_another_secret_does_not_mislead_workers(fold
     env = {**os.environ, "RALLY_SECRET": "that of the environment", "TMPDIR": str(folder)}
 
     def said(*words: str) -> str:
-        done = subprocess.run(
-            [*command, *words, "s.py"], cwd=folder, env=env, capture_output=True, timeout=PATIENCE
+        done = supervisors.run(
+            [*command, *words, "s.py"],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.decode().strip()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+import supervisors
 from rallypoint.tracing import exporters
 
 
@@ -90,13 +91,14 @@ def collector() -> Iterator[Collector]:
 
 def run(*words: str, script: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", *words]
-    return subprocess.run(
+    return supervisors.run(
         [*command, str(script)],
         env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
+        imports=supervisors.TORCH[:2],
     )
 
 

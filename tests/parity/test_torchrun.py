@@ -29,6 +29,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import supervisors
 from ports import free_port
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line.flags import FLAGS, find, parse, resolve
@@ -280,6 +281,11 @@ class Run:
     logs: dict[str, str]
 
 
+def _modules_of(folder: Path) -> Path:
+    """One place for all cases: processes to fork from are kept for each PYTHONPATH."""
+    return folder.parent / "modules"
+
+
 def _run(launcher: str, case: Case, folder: Path, port: int) -> Run:
     """Both launchers use one folder, one after the other."""
     out, logs, temporary = (folder / launcher / name for name in ("out", "logs", "tmp"))
@@ -290,12 +296,21 @@ def _run(launcher: str, case: Case, folder: Path, port: int) -> Run:
     for name, value in values.items():
         words = [word.replace(name, value) for word in words]
     env = {"PATH": f"{BIN}:/usr/bin:/bin", "HOME": str(folder), "PROBE_OUT": str(out)}
-    env |= {"TMPDIR": str(temporary), "PYTHONPATH": str(folder / "modules"), **case.env}
+    # What Python itself sets when it starts with neither; a fork has started before.
+    env |= {"LC_CTYPE": "C.UTF-8"}
+    env |= {"TMPDIR": str(temporary), "PYTHONPATH": str(_modules_of(folder)), **case.env}
     with (
         (folder / launcher / "stdout").open("w") as stdout,
         (folder / launcher / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            words, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+        supervisors.Popen(
+            words,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            imports=(),
+            forked=launcher == "rally",
         ) as process,
     ):
         try:
@@ -339,12 +354,15 @@ def _logs(base: Path) -> dict[str, str]:
 def _make_targets(folder: Path) -> None:
     folder.joinpath("probe.py").write_text(PROBE)
     folder.joinpath("run.sh").write_text(f'exec {sys.executable} probe.py "$@"\n')
-    package = folder / "modules" / "package"
+    folder.joinpath("folder").mkdir()
+    folder.joinpath("folder", "__main__.py").write_text(PROBE)
+
+
+def _make_modules(folder: Path) -> None:
+    package = folder / "package"
     package.mkdir(parents=True)
     for path in ("__init__.py", "__main__.py", "module.py"):
         package.joinpath(path).write_text("" if path == "__init__.py" else PROBE)
-    folder.joinpath("folder").mkdir()
-    folder.joinpath("folder", "__main__.py").write_text(PROBE)
 
 
 # -- what torchrun does, on record -----------------------------------------------------------------
@@ -352,8 +370,9 @@ def _make_targets(folder: Path) -> None:
 
 def _places(folder: Path, port: int) -> dict[str, str]:
     """What differs between two machines, and what stands for it in a record."""
-    # The interpreter before the folder it is in.
+    # The interpreter before the folder it is in, and the modules before the folder that they are not in.
     return {
+        str(_modules_of(folder)): "{folder}/modules",
         str(folder): "{folder}",
         sys.executable: "{python}",
         str(BIN): "{bin}",
@@ -409,13 +428,19 @@ def _both(name: str, folder: Path) -> tuple[Run, Run]:
     port = free_port()
     theirs = _theirs(name, folder, port)
     # The probe does without torch, and so does our fork server.
-    (folder / "modules" / "torch").symlink_to(STUB / "torch")
-    return theirs, _run("rally", CASES[name], folder, port)
+    torch_in_place = _modules_of(folder) / "torch"
+    torch_in_place.symlink_to(STUB / "torch")
+    try:
+        return theirs, _run("rally", CASES[name], folder, port)
+    finally:
+        torch_in_place.unlink()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cases")
+    made = tmp_path_factory.mktemp("cases")
+    _make_modules(made / "modules")
+    return made
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from elastic import Cluster
 from ports import free_port
+from supervisors import run
 
 
 HERE = Path(__file__).parent
@@ -38,9 +38,7 @@ def test_it_uses_public_names_only(name: str) -> None:
 
 def rally(env: dict[str, str], *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "rallypoint", "run", *words]
-    done = subprocess.run(
-        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run(command, env={**os.environ, **env}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -124,8 +122,9 @@ def test_torchrun_meets_there_too(installed: Install, server: Callable[[str], in
         "handler.shutdown()"
     )
     words = [sys.executable, "-c", program, f"redislike://127.0.0.1:{server('')}"]
-    said = subprocess.check_output(words, env={**os.environ, **env}, text=True, timeout=240)
-    assert json.loads(said) == [0, 1, "value"]
+    done = run(words, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0, 1, "value"]
 
 
 # -- the cluster ----------------------------------------------------------------------------------
