@@ -17,7 +17,6 @@ import pytest
 from elastic import Hosts, make_hosts, wait_until
 from pace import pace
 from rallypoint._core import process
-from supervisors import Popen
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.netns]
@@ -144,10 +143,8 @@ class Site:
     def start_python(
         self, *words: str, env: dict[str, str] | None = None, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
-        begun = Popen(
-            [sys.executable, *words],
-            net=self.hosts.net(0),
-            host="host-0",
+        begun = subprocess.Popen(
+            [*self.hosts.prefix(0), sys.executable, *words],
             cwd=self.folder,
             env={**os.environ, "RALLY_SITE": self.mark, **(env or {})},
             stdin=stdin,

@@ -294,3 +294,31 @@ def test_a_host_without_threads_or_descriptors_is_looked_at_later(
         watch(workers, ask, lambda: len(refused) > 1)  # type: ignore[arg-type]
     before = len(asked.times)
     watch(workers, asked, lambda: len(asked.times) > before)
+
+
+def test_ranks_are_not_taken_to_be_at_work_for_having_stood_still_for_long(
+    monkeypatch: pytest.MonkeyPatch, workers: list[Any]
+) -> None:
+    """Only what all stand still for is looked for in calls. Those of other nodes may be at work, though: they say so."""
+    monkeypatch.setattr(hang_watch, "LONGEST", AFTER)
+    asks_if_still: list[bool] = []
+    answers = [False] * 6 + [True] + [False] * 4
+
+    class Told(Asked):
+        def __call__(self, what: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+            asks_if_still.append("if_still" in what)
+            return super().__call__(what)
+
+    asked = Told(
+        lambda: {
+            "processes": [],
+            "ended": [],
+            "unheard": [],
+            "moving": answers[len(asked.times) - 1],
+        }
+    )
+    began = time.monotonic()
+    watch(workers, asked, lambda: len(asked.times) == len(answers))
+    assert time.monotonic() - began > hang_watch.LONGER * AFTER
+    # What was moving at the seventh question may go on: that one look is content with ranks that wait for long.
+    assert asks_if_still == [True] * 7 + [False] + [True] * 3

@@ -78,6 +78,7 @@ class HangWatch:
             0.0  # for how many seconds no worker had begun a collective, at the last look
         )
         self._quiet_until = 0.0  # no look before then
+        self._others_move = False  # as the last look found
         self._asked_at = 0.0
         self._next_wait = after
 
@@ -128,11 +129,13 @@ class HangWatch:
             return
         self._quiet_until, self._asked_at = math.inf, clock.MONOTONIC.now()  # it is reported once
         question: dict[str, Any] = {"ask": "stacks", "patience": PATIENCE}
-        if everybody and not many:
+        # Those of other nodes may be at work, though nobody of this one is.
+        working = not everybody or (many and self._others_move)
+        self._others_move = False
+        if not working:
             # The other nodes look at other times.
             question["if_still"] = self._after - self.interval
-        seconds = self._after if everybody and not many else LONGER * self._after
-        working = many or not everybody
+        seconds = LONGER * self._after if working else self._after
         try:
             stacks = ask(question)
         except OSError:  # no descriptor is left
@@ -201,6 +204,7 @@ class HangWatch:
             return
         if found["moving"]:
             self._quiet_until, self._told = 0.0, None
+            self._others_move = True
             return
         doubtful = self._doubtful
         hang = hang_report.explain(
