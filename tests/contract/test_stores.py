@@ -13,7 +13,7 @@ from rallypoint.errors import RendezvousConnectionError
 from rallypoint.rendezvous.backends.file_store import FileStore
 from rallypoint.rendezvous.backends.memory import MemoryStore
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
-from rallypoint.rendezvous.store import FilledStore, Store
+from rallypoint.rendezvous.store import FilledStore, PairingStore, Store
 from tcp_stores import ServedStore
 
 
@@ -197,6 +197,20 @@ def test_a_store_that_reads_what_is_filled_leaves_out_what_is_empty(store: Store
     many = [f"many/{number}" for number in range(700)]
     store.set(many[-1], b"last")
     assert store.get_filled(many) == [None] * 699 + [b"last"]
+
+
+def test_a_store_that_pairs_adds_and_reads_in_one_call(store: Store) -> None:
+    if not isinstance(store, PairingStore):
+        pytest.skip("it has no faster way")
+    store.set("full", b"v")
+    store.set("empty", b"")
+    assert store.add_and_get("n", 2, ["full", "never", "empty"]) == (2, [b"v", None, None])
+    assert store.add_and_get("n", 1, ["n"]) == (3, [b"3"]), "it is read after it was added to"
+    many = [f"many/{number}" for number in range(300)]
+    store.set(many[-1], b"last" * 20_000)
+    count, found = store.add_and_get("n", 1, many)
+    assert (count, found) == (4, [None] * 299 + [b"last" * 20_000])
+    assert store.peek("full") == b"v", "the connection is in step"
 
 
 def test_the_tcp_store_waits_for_several_keys_at_once(store: Store) -> None:

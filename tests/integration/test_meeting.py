@@ -429,17 +429,18 @@ HELD = """
 import pathlib, os, sys, time
 if "run" in sys.orig_argv:
     from rallypoint.rendezvous.connection import Connection
-    note_coming = Connection._note_coming
+    look = Connection.look
 
-    def held(self, records):
-        Connection._note_coming = note_coming  # this once
-        note_coming(self, records)
+    def held(self, records, keys):
+        Connection.look = look  # this once: with its first look, the node is counted
+        found = look(self, records, keys)
         pathlib.Path(os.environ["ELASTIC_FOLDER"], "came").touch()
         while records.look(["closed"]) == [None]:
             time.sleep(0.02)
         time.sleep(0.3)
+        return found
 
-    Connection._note_coming = held
+    Connection.look = held
 """
 
 

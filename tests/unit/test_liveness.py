@@ -286,13 +286,13 @@ def test_a_name_server_that_does_not_answer_keeps_no_node_silent(
 ) -> None:
     real, answers, asked = socket.getaddrinfo, threading.Event(), threading.Event()
 
-    def slow(host: str, port: int, **more: Any) -> Any:
-        if host == "there":
+    def slow(host: bytes, port: int, **more: Any) -> Any:
+        if host == b"there":
             if more.get("flags") == socket.AI_NUMERICHOST:
                 raise socket.gaierror
             asked.set()
             answers.wait(60)
-            host = "127.0.0.1"
+            host = b"127.0.0.1"
         return real(host, port, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)

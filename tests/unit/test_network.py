@@ -89,8 +89,8 @@ def test_how_this_machine_calls_itself(
 ) -> None:
     real = socket.getaddrinfo
 
-    def resolve(host: str, *args: Any, **kwargs: Any) -> list[Any]:
-        if host != "localhost":
+    def resolve(host: bytes, *args: Any, **kwargs: Any) -> list[Any]:
+        if host != b"localhost":
             return real(host, *args, **kwargs)
         if not leads_to:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings as hypothesis_settings, strategies as st
@@ -257,6 +258,53 @@ def test_a_connection_that_breaks_on_a_sound_counter_is_an_error(codec: Codec) -
     store.broken = True
     with pytest.raises(RendezvousConnectionError):
         records.increment("n")
+
+
+class Pairs(HangsUp):
+    """Adds and reads in one request, as c10d's server does."""
+
+    requests = 0
+
+    def get_filled(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [value or None for value in self.get_many(keys)]
+
+    def add_and_get(
+        self, key: str, amount: int, keys: Sequence[str]
+    ) -> tuple[int, list[bytes | None]]:
+        Pairs.requests += 1
+        return self.add(key, amount), self.get_filled(keys)
+
+    def clone(self) -> Pairs:
+        other = Pairs()
+        other._values, other._changed = self._values, self._changed
+        return other
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, Pairs])
+@pytest.mark.parametrize("held", [None, b"junk", b"-5", b"999999999"], ids=repr)
+def test_to_count_and_look_at_once_is_to_count_and_then_to_look(
+    codec: Codec, kind: type[MemoryStore], held: bytes | None
+) -> None:
+    store = kind()
+    records = RecordStore(store, codec)
+    if held is not None:
+        store.set(records.full("n"), held)
+    spoil(store, records, "k")
+    records.claim("k", {"its": 1})
+    before = Pairs.requests
+    assert records.increment_and_look("n", ["k", "none"]) == (1, [{"its": 1}, None])
+    assert records.increment_and_look("n", []) == (2, [])
+    assert records.count("n") == 2
+    assert Pairs.requests - before == (kind is Pairs)
+
+
+def test_a_connection_that_breaks_while_it_counts_and_looks_is_an_error(codec: Codec) -> None:
+    store = Pairs()
+    records = RecordStore(store, codec)
+    records.increment("n")
+    store.broken = True
+    with pytest.raises(RendezvousConnectionError):
+        records.increment_and_look("n", ["k"])
 
 
 # -- what is said of it ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def test_a_loss_counts_only_in_the_round_in_which_the_node_was_watched(
     )
     records = RecordStore(MemoryStore(), Codec("job"))
     records.write("1/node/1", {"id": "other", "host": "there"})
-    watch.watch(records, 1, 0, {"order": [0, 1]}, room=False)
+    watch.watch(records, 1, 0, {"order": [0, 1]}, room=False, read=records.look)
     try:
         # As the pulse calls it; it may have been about to when the round formed.
         neighbour = Neighbour(node_id="other", rank=1, host="there", generation=generation)

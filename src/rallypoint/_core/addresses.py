@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from functools import cache
+from typing import Any
 
 from rallypoint.errors import ConfigError, LaunchError
 
@@ -56,11 +57,18 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
 
 
 def _dual_stack() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    """A socket for IPv6 and IPv4; for IPv4 alone where the kernel has no more."""
+    kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC
+    try:
+        sock = socket.socket(socket.AF_INET6, kind)
+    except OSError:
+        return socket.socket(socket.AF_INET, kind)
+    try:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        return sock
-    return socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError:
+        sock.close()
+        return socket.socket(socket.AF_INET, kind)
+    return sock
 
 
 def _for_host(host: str, port: int) -> socket.socket:
@@ -68,11 +76,31 @@ def _for_host(host: str, port: int) -> socket.socket:
     return socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
 
 
+def as_asked(host: str) -> bytes:
+    """A host's name or address as the resolver is asked for it.
+
+    For a ``str``, Python encodes it as an international name (IDNA), and raises no ``OSError`` if that is impossible, as with
+    a label of 64 letters. As bytes, the resolver says that there is no such host.
+    """
+    name = host.strip("[]").replace("\0", "\ufffd")
+    if name.isascii():
+        return name.encode()
+    try:
+        return name.encode("idna")
+    except UnicodeError:
+        return name.encode(errors="replace")
+
+
+def connect(host: str, port: int, timeout: float) -> socket.socket:
+    """As ``socket.create_connection``, with no other error than ``OSError`` for a name that is none (:func:`as_asked`)."""
+    return socket.create_connection((as_asked(host), port), timeout)  # type: ignore[arg-type]  # bytes are accepted
+
+
 def _resolve(host: str, port: int, flag: str = "--master-addr") -> tuple[int, tuple[str, int]]:
     """The family and first address of ``host``: clients try it first too."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            as_asked(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError:
         # With too many open files, look-ups fail as for an unknown name; this open raises the true error.
@@ -94,11 +122,7 @@ def check_host(host: str, flag: str = "--master-addr") -> None:
 
 def exists(host: str) -> bool:
     """Whether the name resolves (yet)."""
-    try:
-        socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return True
+    return bool(_found(host))
 
 
 def check_loopback(host: str) -> None:
@@ -142,10 +166,19 @@ def is_this_host(host: str) -> bool:
 
 def own_address(host: str) -> str | None:
     """The first numeric address of ``host`` that belongs to this machine, or None."""
+    return _own_among(_found(host))
+
+
+def _found(host: str) -> list[tuple[Any, ...]]:
+    """What the resolver knows of ``host``; empty if nothing."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        return list(socket.getaddrinfo(as_asked(host), 0, type=socket.SOCK_STREAM))
     except OSError:
-        return None
+        return []
+
+
+def _own_among(found: list[tuple[Any, ...]]) -> str | None:
+    """The first of these addresses that belongs to this machine, or None."""
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as sock:
             sock.bind(address)
@@ -165,13 +198,12 @@ def listening_address(bind: str | None, told: str) -> str | None:
     """
     if bind is not None:
         return None if bind == "*" else bind
-    try:
-        found = socket.getaddrinfo(told.strip("[]"), 0, type=socket.SOCK_STREAM) if told else []
-    except OSError:
+    if is_loopback(told):
         return None
+    found = _found(told) if told else []
     if len({address for *_, address in found}) != 1:
         return None
-    own = own_address(told)
+    own = _own_among(found)
     return None if own is None or is_loopback(own) else own
 
 

@@ -79,19 +79,23 @@ class Lock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._known_in: object = None  # the process in which forks know of it
 
     def abandon(self) -> None:
         self._lock = threading.Lock()
 
     def acquire(self, timeout: float = -1) -> bool:
         """As for :class:`threading.Lock`; a negative ``timeout`` waits forever."""
-        abandon_in_child(self)
+        if self._known_in is not process:
+            abandon_in_child(self)
+            self._known_in = process
         return self._lock.acquire(timeout=timeout)
 
     def release(self) -> None:
-        # In a child forked by the thread that holds it, it is free already.
-        with contextlib.suppress(RuntimeError):
+        try:
             self._lock.release()
+        except RuntimeError:
+            pass  # in a child forked by the thread that holds it, it is free already
 
     def __enter__(self) -> None:
         self.acquire()

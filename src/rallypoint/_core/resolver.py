@@ -16,6 +16,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from . import addresses
+
 
 class _ResolverState(ctypes.Structure):
     """The first fields of glibc's ``struct __res_state`` (resolv.h). Every thread has its own."""
@@ -117,7 +119,7 @@ def _log_level() -> ctypes.c_int | None:
 def numeric(host: str, port: int) -> str:
     """The first numeric address of ``host``; ``host`` itself if it has none."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(addresses.as_asked(host), port, type=socket.SOCK_STREAM)
     except OSError:
         return host
     return str(found[0][4][0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from .round_watch import RoundWatch
 
 _log = logging.getLogger(__name__)
 
+# Counters of a store: the newcomers that have come to it, and those of them that no longer wait for a round.
+_CAME, _SETTLED = "came", "settled"
 # Seconds before a store that did not answer is tried again.
 VISIT_PAUSE = 1.0
 
@@ -84,6 +86,7 @@ class Connection:
         self._stop = stop
         self._say = say
         self._moves = 0  # how often the store had moved when it came to where it is now
+        self._due: str | None = None  # the counter to which this node adds with its next look
         self._unsettled = False  # counted as having come to the store, but not as settled
         self._elsewhere = False  # redirected to another store, which may not know our last round
         self.records: RecordStore | None = None  # None: not connected
@@ -101,7 +104,7 @@ class Connection:
                 newcomer=node.generation is None,
                 should_serve=node.given_rank == 0,
             )
-            self._note_coming(self.records)
+            self._note_coming()
             if self._home.serves:
                 self.records.claim("store", {"name": new_name(), "moves": 0})
         return self.records
@@ -118,22 +121,32 @@ class Connection:
         if (records := self.records) is not None:
             records.close()
 
+    def look(self, records: RecordStore, keys: Sequence[str]) -> list[dict[str, Any] | None]:
+        """As :meth:`.RecordStore.look`. If this node is to be counted, that is done in the same round trip."""
+        if self._due is None:
+            return records.look(keys)
+        counter, self._due = self._due, None
+        _, found = records.increment_and_look(counter, keys)
+        self._unsettled = counter == _CAME
+        return found
+
     def begin_round(self) -> None:
         """Note that this node is a member of a round that has formed."""
         self.moved = self.is_new = False
-        self._count_settled()
+        if self._unsettled:
+            self._due = _SETTLED
 
     def settle(self) -> bool:
         """Record that this node no longer waits for a round. Returns whether no other node at this store waits, either."""
         settled = self._count_settled()
-        return self.records is not None and 0 < settled >= self.records.count("came")
+        return self.records is not None and 0 < settled >= self.records.count(_CAME)
 
     def _count_settled(self) -> int:
         """Count this node as settled. Returns how many have settled, or 0 if it was counted before."""
         if self.records is None or not self._unsettled:
             return 0
-        self._unsettled = False
-        return self.records.increment("settled")
+        self._unsettled, self._due = False, None
+        return self.records.increment(_SETTLED)
 
     def note_store(self, body: Mapping[str, Any] | None) -> None:
         """Note the record ``store``, which was read."""
@@ -229,8 +242,8 @@ class Connection:
         if recovery.moved:
             self._guestbook.visit(recovery.store, serves=self._home.serves, newcomer=False)
         if generation is None and recovery.moved:
-            self._note_coming(records)
-        (head, store) = records.look(["head", "store"])
+            self._note_coming()
+        (head, store) = self.look(records, ["head", "store"])
         if generation is None:
             empty = recovery.moved and self._home.serves
         else:
@@ -266,8 +279,7 @@ class Connection:
         records.improve("store", store)
         self._moves = notes.age(*records.look(["head", "store"])).moves
 
-    def _note_coming(self, records: RecordStore) -> None:
-        """Count this newcomer, so that a node that closes the rendezvous gives it time to learn that."""
+    def _note_coming(self) -> None:
+        """Have this newcomer counted, so that a node that closes the rendezvous gives it time to learn that."""
         if self._standing.node.generation is None:
-            records.increment("came")
-            self._unsettled = True
+            self._due = _CAME

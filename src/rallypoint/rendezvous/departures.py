@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .liveness import Loss, Neighbour
 
@@ -20,8 +20,7 @@ class Departures:
         self._lock = threading.Lock()
         # Under the lock:
         self.ids: tuple[str, ...] = ()
-        self._watchable: tuple[Neighbour, ...] = ()  # members whose exit can be observed
-        self._known: frozenset[str] = frozenset()  # ids of members
+        self._find_watchable: Callable[[], Sequence[Neighbour]] = tuple
         self._gone: set[str] = set()  # by any sign
         self._ended: set[str] = set()  # for certain
         self._lost: set[str] = set()  # by this node's own pulse
@@ -30,7 +29,7 @@ class Departures:
     def begin(self) -> None:
         """Start a new round, in which no member is gone."""
         with self._lock:
-            self.ids, self._watchable, self._known = (), (), frozenset()
+            self.ids, self._find_watchable = (), tuple
             for each in (self._gone, self._ended, self._lost, self._ranks):
                 each.clear()
 
@@ -38,20 +37,15 @@ class Departures:
         """Set the ids of all members, by rank."""
         with self._lock:
             self.ids = ids
-            self._set_known()
             ranks = dict(self._ranks)
             self._ranks.clear()
         for rank, certain in ranks.items():
             self.note_rank(rank, certain=certain)
 
-    def know(self, watchable: Sequence[Neighbour]) -> None:
-        """Set the members whose exit this node can observe."""
+    def know(self, find_watchable: Callable[[], Sequence[Neighbour]]) -> None:
+        """Set what finds the members whose exit this node can observe. In most rounds, on most nodes, it is not called."""
         with self._lock:
-            self._watchable = tuple(watchable)
-            self._set_known()
-
-    def _set_known(self) -> None:
-        self._known = frozenset((*self.ids, *(each.node_id for each in self._watchable)))
+            self._find_watchable = find_watchable
 
     def note_rank(self, rank: int, *, certain: bool) -> None:
         with self._lock:
@@ -96,9 +90,10 @@ class Departures:
     def doubtful(self) -> list[Neighbour]:
         """Members whose exit can be observed and that are not known to have exited."""
         with self._lock:
-            return [each for each in self._watchable if each.node_id not in self._ended]
+            return [each for each in self._find_watchable() if each.node_id not in self._ended]
 
     def num_ended(self) -> int:
         """How many known members have exited for certain."""
         with self._lock:
-            return len(self._ended & self._known)
+            known = {*self.ids, *(each.node_id for each in self._find_watchable())}
+            return len(self._ended & known)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, assert_never
 
 from rallypoint import events
@@ -476,7 +477,8 @@ class DynamicRendezvous(RendezvousHandler):
         records = self._connection.open(deadline)
         if self._stop.is_set():
             raise RendezvousConnectionError("this node was told to stop")
-        self._watch.listen(self.listens_on)
+        if not self._watch.listens:
+            self._watch.listen(self.listens_on)
         self._watch.stop_ended()
         if self._standing.node.generation is not None:
             self._watch.start(records, member=True)  # members of the last round watch this node
@@ -515,7 +517,7 @@ class DynamicRendezvous(RendezvousHandler):
                 self._note_plan(key, answer)
                 return answer
             case operations.Look(keys):
-                bodies = records.look(keys)
+                bodies = self._connection.look(records, keys)
                 for name, found in zip(keys, bodies, strict=True):
                     self._note_plan(name, found)
                     if name == "store":
@@ -634,12 +636,13 @@ class DynamicRendezvous(RendezvousHandler):
             num_nodes=len(order),
         )
         self._departures.begin()
+        read = partial(self._connection.look, records)
         if joined.rank < plans.NUM_STANDBYS:
             # Nodes that may have to serve the store, or to lead, need the ids of all members.
-            (record,) = records.look([plans.ids_key(generation, plan)])
+            (record,) = read([plans.ids_key(generation, plan)])
             self._departures.identify(plans.ids_in(record))
         room = len(order) < self._settings.max_nodes
-        self._watch.watch(records, generation, joined.rank, plan, room=room)
+        self._watch.watch(records, generation, joined.rank, plan, room=room, read=read)
         members = Members(records, generation, order)
         store = records.store
         made = store if self._store_for is None else self._store_for(records, generation)

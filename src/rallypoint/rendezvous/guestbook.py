@@ -78,7 +78,7 @@ class Guestbook:
         if not newcomer:
             return
         try:
-            host = store.get(_HOST, HOST_PATIENCE) if self._place else store.put_new(_HOST, packed)
+            host = self._read_host(store) if self._place else store.put_new(_HOST, packed)
         except TimeoutError:
             self._note_no_host(in_the_way=should_serve)
             return
@@ -90,6 +90,11 @@ class Guestbook:
             if (each.hopeless or should_serve) and self._place:
                 raise ConfigError(each.field, each.value or None, each.problem, each.hint)
             self._tell(str(each))
+
+    def _read_host(self, store: Store) -> bytes:
+        # Nearly always there: one round trip. To wait for it and then to read it would be two.
+        (host,) = store.get_many([_HOST])
+        return store.get(_HOST, HOST_PATIENCE) if host is None else host
 
     def look(self, store: Store) -> None:
         """If it is time, look for new introductions of nodes that do not match this one."""

@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -56,6 +56,9 @@ class Introduction:
     python: str
 
 
+_FIELDS = tuple(each.name for each in fields(Introduction))
+
+
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A point on which two nodes do not match.
@@ -80,7 +83,7 @@ class Mismatch:
 
 def pack(introduction: Introduction, secret: bytes | None, role: Role) -> bytes:
     """The introduction as bytes."""
-    body = {key: _short(value) for key, value in asdict(introduction).items()}
+    body = {name: _short(getattr(introduction, name)) for name in _FIELDS}
     body |= {"run_id": _shown_id(introduction.run_id, secret), "secret": secret is not None}
     if secret is not None:
         body["fingerprint"] = fingerprint(secret)
@@ -116,7 +119,7 @@ def unpack(data: bytes, secret: bytes | None, role: Role) -> Guest | None:
         return None
     if not isinstance(body, dict):
         return None
-    words = {each.name: _word(body, each.name) for each in fields(Introduction)}
+    words = {name: _word(body, name) for name in _FIELDS}
     words["given_rank"] = body.get("given_rank") is True
     proved = secret is not None and hmac.compare_digest(mac, _mac(secret, role, line))
     claimed = _word(body, "fingerprint")

@@ -97,14 +97,10 @@ class WatchPost:
             self._socket = forks.close_in_child(addresses.bind_only(host, 0))
         self._socket.listen(addresses.BACKLOG)
         self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
         self._stop_read, self._stop_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="rally-watch-post", daemon=True)
         self._thread.start()
-
-    @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
 
     def close(self) -> None:
         """Close the port. A second call does nothing."""
@@ -393,16 +389,16 @@ class _Line:
 
     def _look_up(self, host: str, port: int) -> None:
         """Resolve the address: a numeric one here, a name in a thread, since a lookup may outlast the next heartbeat."""
+        numeric, name = socket.AI_NUMERICHOST, addresses.as_asked(host)
         try:
-            numeric = socket.AI_NUMERICHOST
-            self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)[0]
+            self._found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=numeric)[0]
             return
         except OSError:
             pass  # it is a name
 
         def ask() -> None:
             try:
-                self._found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+                self._found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
                 self._is_cut = True  # so that the next heartbeat opens the connection
             except OSError:
                 pass  # try again after a pause; meanwhile there is still the heartbeat

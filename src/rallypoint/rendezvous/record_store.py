@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import RendezvousConnectionError, RendezvousStateError
 
 from .records import BadRecord, Codec
-from .store import ComparingStore, FilledStore, Store, StoreSilent
+from .store import ComparingStore, FilledStore, PairingStore, Store, StoreSilent
 
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class RecordStore:
     def __init__(self, store: Store, codec: Codec) -> None:
         self._store = store
         self._codec = codec
-        self._is_filled = isinstance(store, FilledStore)
+        self._is_filled, self._is_pairing = _abilities(type(store))
         self._mentioned: set[str] = set()
         self.operations = 0
 
@@ -90,7 +91,7 @@ class RecordStore:
 
     def _claim_last(self, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Replace foreign data under the last name with a record; returns the body now in place."""
-        full = self.full(_names(key)[-1])
+        full = self.full(_last_name(key))
         wanted, expected = self._codec.pack(full, body), b""
         if isinstance(self._store, ComparingStore):
             for _ in range(MAX_REPLACED):
@@ -161,8 +162,13 @@ class RecordStore:
         """The bodies as they are now; None where there is none."""
         names = [self.full(key) for key in keys]
         self._count()
+        return self._bodies(keys, names, self._read(names))
+
+    def _bodies(
+        self, keys: Sequence[str], names: Sequence[str], values: Sequence[bytes | None]
+    ) -> list[dict[str, Any] | None]:
         found: list[dict[str, Any] | None] = []
-        for key, name, data in zip(keys, names, self._read(names), strict=True):
+        for key, name, data in zip(keys, names, values, strict=True):
             body = None if data is None else self._unpack(name, data)
             if data is not None and body is None:
                 body = self._look_further(key)
@@ -184,7 +190,7 @@ class RecordStore:
         return self._look_further(key) if data is not None and body is None else body
 
     def _look_further(self, key: str) -> dict[str, Any] | None:
-        names = [self.full(name) for name in _names(key)[1:]]
+        names = [self.full(name) for name in _names(key) if name != key]
         self._count()
         for full, data in zip(names, self._read(names), strict=True):
             if data is None:
@@ -201,17 +207,38 @@ class RecordStore:
             key: the counter's key.
             most: a value above this cannot have been counted by nodes.
         """
-        names = [self.full(name) for name in _names(key)]
-        for full in names:
-            if (count := self._add(full, most)) is not None:
+        for name in _names(key):
+            if (count := self._add(self.full(name), most)) is not None:
                 return count
+        last = self.full(_last_name(key))
         for _ in range(MAX_REPLACED):
             # If two nodes do this at once, one loses its count. That is fine: no decision rests on a counter alone.
             self._count()
-            self._store.delete(names[-1])
-            if (count := self._add(names[-1], most)) is not None:
+            self._store.delete(last)
+            if (count := self._add(last, most)) is not None:
                 return count
         raise self._unusable(key)
+
+    def increment_and_look(
+        self, counter: str, keys: Sequence[str]
+    ) -> tuple[int, list[dict[str, Any] | None]]:
+        """:meth:`increment` and then :meth:`look`; in one round trip, if the store can do that."""
+        full = self.full(counter)
+        if self._is_pairing and keys:
+            names = [self.full(key) for key in keys]
+            store: Any = self._store
+            self._count()
+            try:
+                count, values = store.add_and_get(full, 1, names)
+            except StoreSilent:
+                raise
+            except (RendezvousConnectionError, ValueError):
+                if self._holds_count(full):
+                    raise
+            else:
+                if 0 < count <= MAX_COUNT:
+                    return count, self._bodies(keys, names, values)
+        return self.increment(counter), self.look(keys)
 
     def _add(self, full: str, most: int) -> int | None:
         """Add 1; None if the key does not hold a count."""
@@ -221,20 +248,28 @@ class RecordStore:
         except StoreSilent:
             raise
         except (RendezvousConnectionError, ValueError):
-            # c10d's server hangs up on a client that adds to a key without a number.
-            again = self._store.clone()
-            (data,) = again.get_many([full])
-            if data is None or _number(data) is not None:
-                again.close()
+            if self._holds_count(full):
                 raise
-            self._store.close()
-            self._store = again
-            self._mention(full, "not a number")
             return None
         if 0 < count <= most:
             return count
         self._mention(full, f"{count} is not a number that nodes have counted")
         return None
+
+    def _holds_count(self, full: str) -> bool:
+        """Whether a counter that could not be added to holds a number, or nothing. If not, continues on a new connection.
+
+        c10d's server hangs up on a client that adds to a key without a number.
+        """
+        again = self._store.clone()
+        (data,) = again.get_many([full])
+        if data is None or _number(data) is not None:
+            again.close()
+            return True
+        self._store.close()
+        self._store = again
+        self._mention(full, "not a number")
+        return False
 
     def count(self, key: str, most: int = MAX_COUNT) -> int:
         """A counter's value; 0 if it does not exist, or if all its names hold something else. See :meth:`increment`."""
@@ -271,8 +306,21 @@ class RecordStore:
         )
 
 
-def _names(key: str) -> list[str]:
-    return [key, *(f"{key}~{index}" for index in range(1, MAX_SKIPPED))]
+def _names(key: str) -> Iterator[str]:
+    """A key's names. Nearly always, the first is all that is needed."""
+    yield key
+    for index in range(1, MAX_SKIPPED):
+        yield f"{key}~{index}"
+
+
+def _last_name(key: str) -> str:
+    return f"{key}~{MAX_SKIPPED - 1}"
+
+
+@cache
+def _abilities(kind: type) -> tuple[bool, bool]:
+    """Whether stores of this class are filled and pairing ones: asked once, because protocols answer slowly."""
+    return issubclass(kind, FilledStore), issubclass(kind, PairingStore)
 
 
 def _number(data: bytes) -> int | None:

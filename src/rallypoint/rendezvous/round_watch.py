@@ -65,10 +65,14 @@ class RoundWatch:
         assert self._post is not None
         return self._post.port
 
+    @property
+    def listens(self) -> bool:
+        """Whether other nodes can watch this one."""
+        return self._post is not None
+
     def listen(self, address: str | None) -> None:
         """Let other nodes watch this one at ``address``; None: at all of this host's addresses."""
-        if self._post is None:
-            self._post = WatchPost(address)
+        self._post = WatchPost(address)
 
     def start(self, records: RecordStore, *, member: bool, delay: float = 0.0) -> Pulse:
         """Start to beat, unless this node already does.
@@ -123,6 +127,7 @@ class RoundWatch:
         plan: Mapping[str, Any],
         *,
         room: bool,
+        read: Callable[[Sequence[str]], Sequence[Mapping[str, Any] | None]],
     ) -> None:
         """Watch the members of a round that has formed.
 
@@ -131,21 +136,27 @@ class RoundWatch:
             rank: this node's.
             plan: the round's plan; its ``order`` is a list.
             room: whether the round is smaller than the job may be, so that rank 0 looks for nodes that wait.
+            read: reads records, as :meth:`.RecordStore.look`.
         """
         order: Sequence[int] = plan["order"]
         count = len(order)
-        delay = min(rank * BETWEEN_FIRST_BEATS, self._lease / 2)
-        pulse = self.start(records, member=True, delay=delay)
         ranks = [(rank - back) % count for back in range(1, min(NUM_NEIGHBOURS, count - 1) + 1)]
-        found = records.look([f"{generation}/node/{order[each]}" for each in ranks])
+        found = read([f"{generation}/node/{order[each]}" for each in ranks])
+        # The first beat opens a connection: not while others still join.
+        delay = min((count + rank) * BETWEEN_FIRST_BEATS, self._lease / 2)
+        pulse = self.start(records, member=True, delay=delay)
         nearest = [
             neighbour(each, record, generation)
             for each, record in zip(ranks, found, strict=True)
             if record is not None
         ]
-        known = {each.node_id: each for each in (*standbys_in(plan, generation), *nearest)}
-        known.pop(self._node_id, None)
-        self._departures.know(list(known.values()))
+
+        def watchable() -> Sequence[Neighbour]:
+            known = {each.node_id: each for each in (*standbys_in(plan, generation), *nearest)}
+            known.pop(self._node_id, None)
+            return list(known.values())
+
+        self._departures.know(watchable)
         everybody = []
         if rank == 0:
             everybody = [

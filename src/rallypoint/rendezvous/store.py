@@ -136,6 +136,16 @@ class FilledStore(Store, Protocol):
 
 
 @runtime_checkable
+class PairingStore(FilledStore, Protocol):
+    """A store that can add to a counter and read keys in one round trip."""
+
+    def add_and_get(
+        self, key: str, amount: int, keys: Sequence[str]
+    ) -> tuple[int, list[bytes | None]]:
+        """As :meth:`Store.add`, and then :meth:`FilledStore.get_filled` for a few hundred keys."""
+
+
+@runtime_checkable
 class CountingStore(Store, Protocol):
     """A store that can tell how many keys it has."""
 

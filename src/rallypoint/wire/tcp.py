@@ -10,8 +10,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from rallypoint._core import forks
-from rallypoint._core.addresses import BACKLOG
+from rallypoint._core import addresses, forks
 from rallypoint._core.clock import Deadline
 from rallypoint._core.half_open import source_of
 from rallypoint.errors import ConfigError
@@ -105,10 +104,10 @@ class TcpListener:
 def _bind(host: str | None, port: int) -> socket.socket:
     if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+            ("", port), family=socket.AF_INET6, backlog=addresses.BACKLOG, dualstack_ipv6=True
         )
     family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
-    return socket.create_server((host or "", port), family=family, backlog=BACKLOG)
+    return socket.create_server((host or "", port), family=family, backlog=addresses.BACKLOG)
 
 
 def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.socket:
@@ -121,7 +120,9 @@ def connect(address: Address, deadline: Deadline, heartbeat: float) -> socket.so
     host, port = address
     # Not socket.create_connection: after a fork while it waits, the child would hold a copy of an untracked socket.
     problem = OSError(f"{host} has no address")
-    for family, kind, protocol, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, found in socket.getaddrinfo(
+        addresses.as_asked(host), port, type=socket.SOCK_STREAM
+    ):
         try:
             sock = _connect(family, kind, protocol, found, deadline)
             break

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rallypoint._core import forks
+from rallypoint._core import addresses, forks
 
 from . import openmetrics
 
@@ -32,8 +32,10 @@ def _listener(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         both = socket.AF_INET6
         return socket.create_server((host, port), family=both, backlog=16, dualstack_ipv6=True)
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return socket.create_server((host, port), family=found[0][0], backlog=16)
+    name = addresses.as_asked(host) or None
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = found[0]
+    return socket.create_server(address[:2], family=family, backlog=16)
 
 
 class MetricsServer:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint._core import forks, secret
+from rallypoint._core import addresses, forks, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.elastic.storage.schedule import Held
 from rallypoint.errors import ProtocolError
@@ -73,7 +73,7 @@ def dial(door: Door, store_host: str, rank: int) -> Line:
         ProtocolError: the partner does not know the job's secret.
     """
     deadline = Deadline(PATIENCE)
-    sock = socket.create_connection((door.host or store_host, door.port), timeout=PATIENCE)
+    sock = addresses.connect(door.host or store_host, door.port, PATIENCE)
     return _introduced(sock, Connecting, door.token, rank, deadline)[1]
 
 

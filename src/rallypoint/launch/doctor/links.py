@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from rallypoint._core import clock
+from rallypoint._core import addresses, clock
 from rallypoint._core.threaded_listener import ThreadedListener
 
 from .facts import Link
@@ -79,7 +79,7 @@ def measure(source: int, target: int, address: str, port: int, token: bytes) -> 
 
 
 def _connect(address: str, port: int, token: bytes, what: bytes) -> socket.socket:
-    connection = socket.create_connection((address, port), CONNECT_PATIENCE)
+    connection = addresses.connect(address, port, CONNECT_PATIENCE)
     connection.settimeout(PATIENCE)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # What waits in the buffer when the time is up must still go through, so it must not take long over a slow network.

@@ -6,14 +6,13 @@ torch is imported inside the functions: importing :mod:`rallypoint.launch` must 
 from __future__ import annotations
 
 import logging
-import socket
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from rallypoint._core import clock, env as environment
+from rallypoint._core import addresses, clock, env as environment
 from rallypoint.errors import ConfigError, LaunchError, RendezvousConnectionError
 from rallypoint.launch import multiprocess_config
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -345,7 +344,7 @@ def wait_for_store(host: str, port: int, timeout: float = JOIN_TIMEOUT) -> None:
     pause, told = threading.Event(), False
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            addresses.connect(host, port, 5).close()
         except OSError as error:
             if deadline.expired():
                 raise RendezvousConnectionError(

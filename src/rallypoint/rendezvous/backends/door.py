@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rallypoint._core import forks
+from rallypoint._core import addresses, forks
 from rallypoint._core.clock import Deadline, milliseconds
 from rallypoint.rendezvous.held_lines import HeldLines
 
@@ -81,7 +81,7 @@ def _answer(line: socket.socket, timeout: float) -> bytes | None:
 def ask(host: str, port: int, timeout: float = SECOND_TRY) -> Reply:
     """What serves an endpoint that did not answer the greeting: asks a question that HTTP servers answer."""
     try:
-        with socket.create_connection((host.strip("[]"), port), timeout=timeout) as sock:
+        with addresses.connect(host, port, timeout) as sock:
             sock.sendall(greeting.QUESTION)
             answer = sock.recv(greeting.LONGEST_ANSWER)
     except OSError:
@@ -93,7 +93,7 @@ def _connected(host: str, port: int, timeout: float) -> socket.socket:
     """As ``socket.create_connection``, but starts further attempts beside those that have had no answer yet."""
     failure = OSError(errno.EADDRNOTAVAIL, f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
+        addresses.as_asked(host), port, type=socket.SOCK_STREAM
     ):
         make = partial(_new, family, kind | socket.SOCK_NONBLOCK, protocol)
         try:

@@ -16,7 +16,6 @@ import base64
 import contextlib
 import json
 import os
-import socket
 import ssl
 import threading
 import uuid
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rallypoint._core import forks
+from rallypoint._core import addresses, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, RendezvousConnectionError
 
@@ -361,7 +360,7 @@ class EtcdClient:
             context.load_cert_chain(self.access.cert, self.access.key)
         try:
             with (
-                socket.create_connection((member.host, member.port), ALERT_TIMEOUT) as plain,
+                addresses.connect(member.host, member.port, ALERT_TIMEOUT) as plain,
                 context.wrap_socket(plain, server_hostname=member.host) as connection,
             ):
                 connection.recv(1)

@@ -52,6 +52,7 @@ _SIZE = struct.Struct("=Q")
 _NUMBER = struct.Struct("=q")
 
 T = TypeVar("T")
+U = TypeVar("U")
 Reading: TypeAlias = Generator[int, bytes, T]
 
 
@@ -130,6 +131,11 @@ def cancel_wait() -> Exchange[bool]:
     return Exchange(_request(Query.CANCEL_WAIT), _come_or_cancelled)
 
 
+def both(first: Exchange[T], second: Exchange[U]) -> Exchange[tuple[T, U]]:
+    """Two requests, sent together."""
+    return Exchange(first.request + second.request, lambda: _both(first.reply(), second.reply()))
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -155,6 +161,10 @@ def _keys(keys: Sequence[str]) -> bytes:
 def _nothing() -> Reading[None]:
     return
     yield
+
+
+def _both(first: Reading[T], second: Reading[U]) -> Reading[tuple[T, U]]:
+    return (yield from first), (yield from second)
 
 
 def _value() -> Reading[bytes]:

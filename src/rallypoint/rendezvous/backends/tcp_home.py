@@ -116,6 +116,7 @@ class TcpHome:
         self._server: _Served | None = None
         self._left: list[_Served] = []  # served here only to lead nodes to where the job is now
         self._standby: socket.socket | None = None
+        self._standby_port = 0
         self._is_listed = False  # whether the standby is at a place of the endpoint
         self._current: Place = Place(*self._hosts[0])
         self._outside: Place | None = None  # the current place for others, once it has moved
@@ -291,31 +292,31 @@ class TcpHome:
     def standby(self, addr: str) -> Mapping[str, Any]:
         if self._standby is None:
             # Use the endpoint's port if it is free: then newcomers need only a list of hosts.
+            to = addresses.listening_address(self._bind, addr)
             for port in (self._hosts[0][1], 0):
                 try:
-                    to = addresses.listening_address(self._bind, addr)
                     self._standby = addresses.bind_only(to, port)
-                    self._is_listed = self._are_newcomers_to_find(to, self._standby)
+                    self._standby_port = self._standby.getsockname()[1]
+                    self._is_listed = self._are_newcomers_to_find(to, self._standby_port)
                     break
                 except OSError:
                     continue
         if self._standby is None:
             return {}
-        told: dict[str, Any] = {"addr": addr, "port": self._standby.getsockname()[1]}
+        told: dict[str, Any] = {"addr": addr, "port": self._standby_port}
         if self._is_listed:
             told["listed"] = True
         if self._server is not None:
             told["serves_at"] = self._server.port
         return told
 
-    def _are_newcomers_to_find(self, to: str | None, kept: socket.socket) -> bool:
+    def _are_newcomers_to_find(self, to: str | None, port: int) -> bool:
         """Whether a store served here would be at one of the endpoint's places.
 
         Args:
             to: the address at which this node would listen; None: all.
-            kept: the socket that holds the port.
+            port: the port that it would use.
         """
-        port = kept.getsockname()[1]
         # One by one: names listed after this host's own may not resolve yet, and failing to resolve takes seconds.
         here = (addresses.own_address(host) for host, its in self._hosts if its == port)
         return any(each is not None and to in (None, each) for each in here)
@@ -422,7 +423,7 @@ class TcpHome:
     def _go_to(self, place: Place, search: Search) -> Recovery:
         is_here = bool(self._left) and addresses.is_this_host(place.addr)
         left = {each.port: each for each in self._left if is_here}
-        kept = None if self._standby is None else int(self._standby.getsockname()[1])
+        kept = None if self._standby is None else self._standby_port
         way = search.way(place, standby=kept, left=left)
         if way is Way.AGAIN:
             return self._serve_again(left[place.port], place, search)
@@ -653,7 +654,7 @@ def _place(told: Mapping[str, Any], port_key: str) -> Place | None:
 def _probe(host: str, port: int) -> Answer:
     """Whether anything listens there."""
     try:
-        socket.create_connection((host.strip("[]"), port), timeout=ATTEMPT).close()
+        addresses.connect(host, port, ATTEMPT).close()
     except ConnectionRefusedError:
         return Answer.DEAD
     except OSError:

@@ -13,10 +13,10 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, ParamSpec, TypeVar
 
-from rallypoint._core import clock, forks
+from rallypoint._core import addresses, clock, forks
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ProtocolError, RendezvousConnectionError
 from rallypoint.rendezvous.store import StoreSilent
@@ -43,6 +43,7 @@ NEVER = b"\x00rally: never\x00"
 TURN = 0.25
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class LifeSigns:
@@ -207,6 +208,13 @@ class TcpStore:
     def add(self, key: str, amount: int) -> int:
         return self._ask(store_messages.add(key, amount))
 
+    def add_and_get(
+        self, key: str, amount: int, keys: Sequence[str]
+    ) -> tuple[int, list[bytes | None]]:
+        addition, reading = store_messages.add(key, amount), store_messages.get_many(keys)
+        count, values = self._ask(store_messages.both(addition, reading))
+        return count, [value or None for value in values]
+
     def put_new(self, key: str, value: bytes) -> bytes:
         return self.compare_set(key, b"", value)
 
@@ -255,35 +263,39 @@ class TcpStore:
         def answer() -> Reading[bytes]:
             return (yield len(expected))
 
-        hello = Exchange(store_messages.hello(number), answer)
-        with self._talking():
+        def greet() -> None:
+            hello = Exchange(store_messages.hello(number), answer)
             if self._exchange(hello, patience) != expected:
                 raise ProtocolError("what listens there is not a c10d store")
 
+        self._talk(greet)
+
     def _ask(self, exchange: Exchange[T]) -> T:
-        with self._lock, self._talking():
-            return self._exchange(exchange, self._silence)
+        with self._lock:
+            return self._talk(self._exchange, exchange, self._silence)
 
     def _wait(self, keys: Sequence[str], deadline: Deadline) -> bool:
         """Wait until the keys exist; False when the time is up."""
-        with self._lock, self._talking():
-            exchange = store_messages.wait(keys)
-            self._send(exchange.request, self._silence)
-            # Nothing need come until the time is up. Meanwhile, the kernel notices a silent host.
-            if not self._comes_within(deadline.remaining()):
-                return self._exchange(store_messages.cancel_wait(), self._silence)
-            self._read(exchange.reply(), self._silence)
-            return True
+        with self._lock:
+            return self._talk(self._wait_here, keys, deadline)
 
-    @contextlib.contextmanager
-    def _talking(self) -> Iterator[None]:
-        """Guard one exchange: any interruption leaves the connection out of step, so it is not used again."""
+    def _wait_here(self, keys: Sequence[str], deadline: Deadline) -> bool:
+        exchange = store_messages.wait(keys)
+        self._send(exchange.request, self._silence)
+        # Nothing need come until the time is up. Meanwhile, the kernel notices a silent host.
+        if not self._comes_within(deadline.remaining()):
+            return self._exchange(store_messages.cancel_wait(), self._silence)
+        self._read(exchange.reply(), self._silence)
+        return True
+
+    def _talk(self, say: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do one exchange. Any interruption leaves the connection out of step, so it is not used again."""
         if self._closed:
             raise self._is_closed()
         if self._broken is not None:
             raise self._broken
         try:
-            yield
+            return say(*args, **kwargs)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -359,10 +371,8 @@ def _connected(
 ) -> socket.socket:
     """As ``socket.create_connection``, but a concurrent fork need not wait, and the child gets no copy."""
     failure = OSError(f"{host} has no address")
-    # For a str, Python would import its codec for international names, which takes as long as everything else here.
-    name = host.encode() if host.isascii() else host
     for family, kind, protocol, _, address in socket.getaddrinfo(
-        name, port, type=socket.SOCK_STREAM
+        addresses.as_asked(host), port, type=socket.SOCK_STREAM
     ):
         with forks.opening():
             sock = forks.close_in_child(socket.socket(family, kind, protocol))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from datetime import timedelta
 from typing import Any, Final
@@ -12,8 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as torch_distributed
 
-from rallypoint._core import env
-from rallypoint._core.addresses import check_host, own_address
+from rallypoint._core import addresses, env
 from rallypoint._core.clock import Deadline
 from rallypoint._core.resolver import connecting_to
 from rallypoint.errors import ConfigError
@@ -74,7 +72,7 @@ def open_store(
         ):
             server = _server_of(url)
             if server is not None:
-                host = own_address(server[0]) or server[0]
+                host = addresses.own_address(server[0]) or server[0]
                 if not _serves(rank):
                     host = _await_server(*server, limit)
                 url = url._replace(scheme="tcp", netloc=_netloc(host, server[1]))
@@ -110,7 +108,7 @@ def _no_address(init_method: str) -> ConfigError:
 
 def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
     """Rank 0 serves it; without ranks, the first process on the store's host."""
-    own = own_address(host)
+    own = addresses.own_address(host)
     if _serves(rank) or (rank < 0 and own is not None and _serves(0)):
         try:
             with connecting_to(own or host):
@@ -166,7 +164,7 @@ def _await_server(host: str, port: int, limit: timedelta) -> str:
     while True:
         left = deadline.remaining()
         try:
-            with socket.create_connection((host, port), left or 0.001) as sock:
+            with addresses.connect(host, port, left or 0.001) as sock:
                 return str(sock.getpeername()[0])
         except OSError as error:
             reason = error.strerror or str(error)
@@ -185,7 +183,7 @@ def _check_host(init_method: str) -> None:
     url = urlsplit(init_method)
     host = env.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
     if url.scheme in ("env", "tcp") and host:
-        check_host(host, "MASTER_ADDR" if url.scheme == "env" else "init_method")
+        addresses.check_host(host, "MASTER_ADDR" if url.scheme == "env" else "init_method")
 
 
 def prefixed(prefix: str, store: Any) -> Any:
