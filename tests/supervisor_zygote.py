@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rallypoint._core import process, supervisor_line
+from rallypoint.launch import torch_private
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
@@ -47,6 +48,7 @@ def main() -> NoReturn:
     importlib.import_module("rallypoint.launch.run_command")
     importlib.import_module("rallypoint.launch.supervisor")
     os.environ.pop("ROOM", None)
+    torch_private.keep_operators_at_exit()
     gc.collect()
     gc.freeze()  # a collector that visits objects would copy their pages in every fork
     gc.enable()
