@@ -14,9 +14,6 @@ from collections.abc import Iterator
 import pytest
 
 from rallypoint._core import linux
-from rallypoint.errors import LaunchError
-from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
-from rallypoint.launch.server.server_start import start_server
 
 
 @pytest.fixture(params=["a Python that has them", "one that has not"], autouse=True)
@@ -46,11 +43,11 @@ def test_a_process_has_a_descriptor_that_tells_its_end(child: subprocess.Popen[b
     with closing(linux.pidfd_open(child.pid)) as fd:
         assert not os.get_inheritable(fd)
         assert select.select([fd], [], [], 0)[0] == []
-        linux.pidfd_send_signal(fd, signal.SIGTERM)
+        linux.pidfd_send_signal(fd, signal.SIGTERM, child.pid)
         assert select.select([fd], [], [], 60)[0] == [fd]
         assert child.wait() == -signal.SIGTERM
         with pytest.raises(ProcessLookupError) as raised:
-            linux.pidfd_send_signal(fd, signal.SIGTERM)
+            linux.pidfd_send_signal(fd, signal.SIGTERM, child.pid)
         assert raised.value.errno == errno.ESRCH
 
 
@@ -60,7 +57,7 @@ def test_a_process_that_has_ended_has_none(child: subprocess.Popen[bytes]) -> No
     with pytest.raises(ProcessLookupError):
         linux.pidfd_open(child.pid)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        linux.pidfd_send_signal(1 << 20, signal.SIGTERM)
+        linux.pidfd_send_signal(1 << 20, signal.SIGTERM, child.pid)
 
 
 def test_files_in_memory_are_as_they_are_asked_for() -> None:
@@ -94,15 +91,21 @@ def test_the_flags_are_those_of_a_python_that_has_them() -> None:
     assert (linux.MFD_CLOEXEC, linux.MFD_ALLOW_SEALING) == (os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING)
 
 
-def test_a_kernel_that_refuses_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert linux.why_no_pidfds() is None
-
+@pytest.mark.parametrize(
+    ("code", "has"), [(errno.ENOSYS, False), (errno.EPERM, False), (errno.EMFILE, True)]
+)
+def test_a_kernel_or_a_container_may_refuse_descriptors_of_processes(
+    code: int, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(pid: int) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(linux, "pidfd_open", refuses)
-    assert linux.why_no_pidfds() == "Function not implemented"
-    job = Job(kind=TargetKind.SCRIPT, name="train.py")
-    config = LaunchConfig(job=job, rendezvous=RendezvousConfig(run_id="x"))
-    with pytest.raises(LaunchError, match=r"refuses pidfd_open \(Function not implemented\)"):
-        start_server(config, {}, "token", None, lambda line: None)
+    linux.has_pidfds.cache_clear()
+    monkeypatch.setattr(linux, "_pidfd_open", refuses)
+    try:
+        assert linux.has_pidfds() == has
+    finally:
+        linux.has_pidfds.cache_clear()
+    monkeypatch.undo()
+    assert linux.has_pidfds()
+    linux.has_pidfds.cache_clear()

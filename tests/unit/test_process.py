@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic import wait_until
-from rallypoint._core import process
+from rallypoint._core import proc_stat, process
 from rallypoint.control import usage
 from rallypoint.control.slowness import surroundings
 
@@ -130,7 +130,7 @@ def test_a_name_with_brackets_and_spaces_is_read_as_a_name(tmp_path: Path) -> No
     )
     try:
         first_line(child)
-        assert process._stat_fields(child.pid)[1] == str(os.getpid())
+        assert proc_stat.fields(child.pid)[1] == str(os.getpid())
         assert process.is_running(child.pid)
     finally:
         child.kill()
@@ -289,7 +289,8 @@ def test_a_child_of_another_user_may_be_hidden(monkeypatch: pytest.MonkeyPatch) 
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "listdir", listed)
-            patch.setattr(process, "open", opened, raising=False)
+            for module in (process, proc_stat):
+                patch.setattr(module, "open", opened, raising=False)
             patch.setattr(os, "kill", killed)
             assert process.children(pid) == []
             assert process.state(pid) == ""

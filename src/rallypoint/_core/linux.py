@@ -6,12 +6,16 @@ neither ``os.pidfd_open`` nor ``os.memfd_create``. The numbers and flags are tho
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import select
 import signal
 import struct
 from functools import cache
 from typing import Any
+
+from . import process_ends
 
 
 MFD_CLOEXEC = 0x1
@@ -24,6 +28,8 @@ F_SEAL_SHRINK = 0x2
 F_SEAL_GROW = 0x4
 F_SEAL_WRITE = 0x8
 
+# What a kernel without a system call answers, and a container that forbids it.
+_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 # The same on all architectures that torch runs on.
 _NR_PIDFD_SEND_SIGNAL = 424
 _NR_PIDFD_OPEN = 434
@@ -37,21 +43,35 @@ _EPOLL_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "@IQ")
 def pidfd_open(pid: int) -> int:
     """``os.pidfd_open``: a descriptor of a process, readable once it has ended. Not inherited.
 
+    Where the kernel refuses it, a pipe takes its place (:mod:`.process_ends`).
+
     Raises:
-        OSError: there is no such process, or the kernel refuses.
+        OSError: there is no such process, or no descriptor is left.
     """
+    return _pidfd_open(pid) if has_pidfds() else process_ends.descriptor(pid)
+
+
+def _pidfd_open(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _syscall(_NR_PIDFD_OPEN, pid, 0)
 
 
-def pidfd_send_signal(pidfd: int, number: int) -> None:
+def pidfd_send_signal(pidfd: int, number: int, pid: int) -> None:
     """``signal.pidfd_send_signal``.
 
+    Args:
+        pidfd: from :func:`pidfd_open`.
+        number: the signal.
+        pid: the process's pid, for a kernel that has no pidfds.
     Raises:
         OSError: the process has ended, or belongs to another user.
     """
-    if hasattr(signal, "pidfd_send_signal"):
+    if not has_pidfds():
+        if select.select([pidfd], [], [], 0)[0]:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        os.kill(pid, number)
+    elif hasattr(signal, "pidfd_send_signal"):
         signal.pidfd_send_signal(pidfd, number)
     else:
         _syscall(_NR_PIDFD_SEND_SIGNAL, pidfd, number, 0, 0)
@@ -102,13 +122,14 @@ def watch_edges(epoll: int, fd: int, events: int, data: int) -> None:
     _call("epoll_ctl", epoll, _EPOLL_CTL_MOD, fd, _EPOLL_EVENT.pack(events | _EPOLLET, data))
 
 
-def why_no_pidfds() -> str | None:
-    """Why this system has no process descriptors; None if it has them."""
+@cache
+def has_pidfds() -> bool:
+    """Whether the kernel gives descriptors of processes. Old ones do not, nor do some containers."""
     try:
-        os.close(pidfd_open(os.getpid()))
+        os.close(_pidfd_open(os.getpid()))
     except OSError as error:
-        return error.strerror or str(error)
-    return None
+        return error.errno not in _REFUSED
+    return True
 
 
 def _syscall(number: int, *args: int) -> int:

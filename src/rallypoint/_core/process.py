@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rallypoint._core import clock, linux
+from rallypoint._core import clock, linux, proc_stat
 
 
 # linux/prctl.h
@@ -127,7 +127,7 @@ def ancestors() -> list[list[str]]:
                 found.append(os.fsdecode(file.read()).rstrip("\0").split("\0"))
         except OSError:
             break
-        fields = _stat_fields(pid)
+        fields = proc_stat.fields(pid)
         pid = int(fields[1]) if fields else 0
     return found
 
@@ -161,19 +161,10 @@ def _children_by_scan(pid: int) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
-            stat = _stat_fields(int(name))
+            stat = proc_stat.fields(int(name))
             if stat and int(stat[1]) == pid:
                 found.append(int(name))
     return found
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (the name before it may contain any character)."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return []
 
 
 def catches(pid: int, number: int) -> bool:
@@ -221,7 +212,7 @@ def has_thread(pid: int, name: str) -> bool:
 
 def is_running(pid: int) -> bool:
     """False if the process is gone or a zombie."""
-    if fields := _stat_fields(pid):
+    if fields := proc_stat.fields(pid):
         return fields[0] not in "ZX"
     try:
         os.kill(pid, 0)
@@ -234,7 +225,7 @@ def is_running(pid: int) -> bool:
 
 def state(pid: int) -> str:
     """The process's state letter from /proc (R, S, D, T, t, Z …); empty if it is gone."""
-    fields = _stat_fields(pid)
+    fields = proc_stat.fields(pid)
     return fields[0] if fields else ""
 
 
@@ -297,12 +288,6 @@ def bears_mark(pid: int, marker: bytes) -> bool:
         return False
 
 
-def started(pid: int) -> int:
-    """When a process started, in clock ticks since the host did; 0 if it is gone."""
-    fields = _stat_fields(pid)
-    return int(fields[19]) if fields else 0
-
-
 def marked_in_memory(marker: bytes, since: int) -> list[int]:
     """Running processes that bear a mark of :func:`leave_mark`, wherever in the tree they are.
 
@@ -313,7 +298,7 @@ def marked_in_memory(marker: bytes, since: int) -> list[int]:
     return [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if started(pid) >= since
+        if proc_stat.started(pid) >= since
         and pid != os.getpid()
         and bears_mark(pid, marker)
         and is_running(pid)
@@ -411,7 +396,7 @@ def set_title(text: str) -> None:
     byte is not zero, the kernel shows only the text before the first zero, so the padding is hidden.
     Longer texts are cut.
     """
-    fields = _stat_fields(os.getpid())
+    fields = proc_stat.fields(os.getpid())
     if len(fields) < 47:
         return
     start, end = int(fields[45]), int(fields[46])

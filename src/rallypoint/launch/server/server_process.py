@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rallypoint._core import clock, linux, process
+from rallypoint._core import clock, linux, proc_stat, process
 from rallypoint._core.secret import adopt, descriptor
 from rallypoint.errors import LaunchError
 from rallypoint.launch import signals
@@ -72,7 +72,7 @@ class ServerProcess:
         self._forked = forked
         self._warm = warm is not None
         self._path = path
-        self._since = process.started(pid)
+        self._since = proc_stat.started(pid)
         self._lasting: set[int] = set()
         self._reaped: int | None = None
         self._numbers = itertools.count()
@@ -254,7 +254,7 @@ class ServerProcess:
         """Continue the server if it is stopped. Returns whether it was."""
         stopped = process.state(self.pid) in {"T", "t"}
         if stopped:
-            linux.pidfd_send_signal(self.pidfd, signal.SIGCONT)
+            linux.pidfd_send_signal(self.pidfd, signal.SIGCONT, self.pid)
         return stopped
 
     def why_silent(self) -> str:
@@ -282,7 +282,7 @@ class ServerProcess:
         """
         if self._reaped is None:
             with suppress(ProcessLookupError):  # a warm server has reaped it
-                linux.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                linux.pidfd_send_signal(self.pidfd, signal.SIGKILL, self.pid)
         return self.kill_orphans()
 
     def wait(self, timeout: float | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rallypoint._core import env as environment, limits, linux, process
+from rallypoint._core import env as environment, limits, process
 from rallypoint.errors import LaunchError
 from rallypoint.launch.config import LaunchConfig, StartMethod, TargetKind
 from rallypoint.launch.worker.job import WorkerFds
@@ -39,11 +39,6 @@ def start_server(
         raise LaunchError(
             "/proc is not mounted, and rally finds the processes of a job there"
             " (mount -t proc proc /proc; in a chroot, before entering it)"
-        )
-    if why := linux.why_no_pidfds():
-        raise LaunchError(
-            f"this system refuses pidfd_open ({why}), which rally needs to watch processes: use Linux 5.3 or newer, and in a container a"
-            " seccomp profile that allows it (Docker 20.10 or newer)"
         )
     if config.start_method is StartMethod.FORK:
         assert call is not None

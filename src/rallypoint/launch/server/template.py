@@ -28,6 +28,7 @@ import site
 import socket
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _fork_batch(
         return
     try:
         process.die_with_parent(template)
-        own = linux.pidfd_open(os.getpid())
+        pid_here, own = os.getpid(), linux.pidfd_open(os.getpid())
         signals.block()  # until the workers are set up
         for message, fds in spawns:
             go, say_go = os.pipe2(os.O_CLOEXEC)
@@ -118,7 +119,7 @@ def _fork_batch(
                     channel.close()
                     for fd in (*others, say_go):
                         os.close(fd)
-                    _wait_to_be_adopted(go, own)
+                    _wait_to_be_adopted(go, pid_here, own)
                     if message["do"] == "wait":
                         message, fds = _awaited_start(fds[0])
                     become(message, fds, changes)
@@ -138,15 +139,24 @@ def _fork_batch(
         os._exit(0)
 
 
-def _wait_to_be_adopted(go: int, midwife: int) -> None:
-    """In a worker: wait until it has been reported and is a child of the fork server."""
+def _wait_to_be_adopted(go: int, midwife: int, pidfd: int) -> None:
+    """In a worker: wait until it has been reported and is a child of the fork server.
+
+    Args:
+        go: readable once it has been reported.
+        midwife: the pid of the process that forked it, and is about to end.
+        pidfd: a pidfd of that process.
+    """
     if os.read(go, 1) != b"g":
         os._exit(1)
     os.close(go)
     poller = select.poll()
-    poller.register(midwife, select.POLLIN)
+    poller.register(pidfd, select.POLLIN)
     poller.poll()  # the kernel hands its children over first
-    os.close(midwife)
+    os.close(pidfd)
+    while os.getppid() == midwife:
+        # What takes a pidfd's place on an old kernel is ready some microseconds earlier.
+        threading.Event().wait(0.0005)
 
 
 def _awaited_start(line: int) -> tuple[Message, list[int]]:

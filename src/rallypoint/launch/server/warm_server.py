@@ -206,7 +206,7 @@ class WarmServer:
         if os.getppid() != self._pid:  # it has ended, and another process may have its pid
             return
         pidfd = linux.pidfd_open(self._pid)
-        linux.pidfd_send_signal(pidfd, signal.SIGTERM)
+        linux.pidfd_send_signal(pidfd, signal.SIGTERM, self._pid)
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         poller.poll(REQUEST_PATIENCE * 1000)
