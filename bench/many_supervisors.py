@@ -40,7 +40,7 @@ from jobs import RALLY, Progress, machine, publish
 from rallypoint._core import env as environment
 from rallypoint.errors import RallyError
 from rallypoint.launch import policy
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.launch.command_line.settings import config_from
 from rallypoint.launch.config import LaunchConfig
 from rallypoint.launch.coordination.interface import (
@@ -319,7 +319,7 @@ class Crowd:
 
     def __init__(self, pipe: Connection, words: Sequence[str], numbers: range) -> None:
         self._pipe = pipe
-        config, _ = config_from(flags.parse(list(words)), environment.snapshot())
+        config, _ = config_from(command_lines.parse(list(words)), environment.snapshot())
         self._aside = ThreadPoolExecutor(8, thread_name_prefix="answers")
         self._nodes = [Node(config, number, self._aside) for number in numbers]
         self._lock = threading.Lock()

@@ -32,7 +32,8 @@ from hypothesis import given, settings, strategies as st
 import supervisors
 from ports import free_port
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import FLAGS, find, parse, resolve
+from rallypoint.launch.command_line.flags import FLAGS
+from rallypoint.launch.command_line.given import find, parse, resolve
 from stub_torch import STUB
 
 

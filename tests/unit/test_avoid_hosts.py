@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from rallypoint.errors import ConfigError
 from rallypoint.launch.avoidance import avoid_file, avoid_list, own_host, trouble
 from rallypoint.launch.avoidance.trouble import Kind, Trouble
-from rallypoint.launch.command_line.flags import parse
+from rallypoint.launch.command_line.given import parse
 from rallypoint.launch.command_line.settings import config_from
 from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, TargetKind
 from rallypoint.launch.hosts import host_ends, listing

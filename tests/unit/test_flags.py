@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import FLAGS, Flag, find, help_text, parse, resolve
+from rallypoint.launch.command_line.flag_help import help_text
+from rallypoint.launch.command_line.flags import FLAGS, Flag
+from rallypoint.launch.command_line.given import find, parse, resolve
 
 
 WITH_VALUE = [flag for flag in FLAGS if not flag.is_switch]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import parse
+from rallypoint.launch.command_line.given import parse
 from rallypoint.launch.hosts.listing import Host, read_file, read_list
 from rallypoint.launch.hosts.merging import Merger, Part, must_end, told, verdict
 from rallypoint.launch.hosts.orders import (

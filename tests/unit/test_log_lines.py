@@ -17,7 +17,7 @@ from rallypoint._core.log_records import Line, Origin
 from rallypoint.control.logs import log_answers, log_lines, log_readers, log_reading
 from rallypoint.control.logs.log_readers import LogReaders
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.launch.command_line.values import Values
 from rallypoint.launch.output import rotation
 
@@ -138,8 +138,8 @@ def test_choices() -> None:
 
 def test_sizes() -> None:
     def size(text: str) -> int:
-        given = flags.parse(["--log-max-size", text, "x.py"])
-        return Values(*flags.resolve(given, {}), {}).size("log_max_size")
+        given = command_lines.parse(["--log-max-size", text, "x.py"])
+        return Values(*command_lines.resolve(given, {}), {}).size("log_max_size")
 
     assert [size(each) for each in ("0", "500", "2K", "100M", "1GiB", "3gb")] == [
         0,

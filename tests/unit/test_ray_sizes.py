@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.ray.roster import Roster
 from rallypoint.ray.sizes import Meeting, Shape, shape_of, sizes_from, words_of
 
@@ -42,9 +42,11 @@ def test_sizes_that_cannot_be(num_nodes: Any, workers: int, resources: Any) -> N
 
 
 def test_the_words_of_all_nodes_are_read_back() -> None:
-    given = flags.parse(["--max-restarts", "3", "-m", "--rdzv-conf=lease=2", "train", "--x", "a b"])
+    given = command_lines.parse(
+        ["--max-restarts", "3", "-m", "--rdzv-conf=lease=2", "train", "--x", "a b"]
+    )
     meeting = Meeting(run_id="job", host="fd00::1", port=7)
-    read = flags.parse(words_of(given, sizes((1, 2)), meeting, {"--preload": "a"}))
+    read = command_lines.parse(words_of(given, sizes((1, 2)), meeting, {"--preload": "a"}))
     assert read.target == ("train", "--x", "a b")
     assert read.values == {
         "--max-restarts": "3",
@@ -57,13 +59,13 @@ def test_the_words_of_all_nodes_are_read_back() -> None:
         "--rdzv-id": "job",
         "--rdzv-conf": "lease=2,is_host=false",
     }
-    alone = flags.parse(words_of(given, sizes(1), None, {}))
+    alone = command_lines.parse(words_of(given, sizes(1), None, {}))
     assert "--nnodes" not in alone.values
 
 
 def test_flags_that_the_trainer_sets() -> None:
     with pytest.raises(ConfigError, match="--nnodes"):
-        words_of(flags.parse(["--nnodes=3", "x.py"]), sizes(), None, {})
+        words_of(command_lines.parse(["--nnodes=3", "x.py"]), sizes(), None, {})
 
 
 def test_a_bundle_that_is_lost_is_asked_for_until_the_job_is_over() -> None:

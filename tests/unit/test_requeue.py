@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import parse
+from rallypoint.launch.command_line.given import parse
 from rallypoint.launch.command_line.settings import config_from
 from rallypoint.launch.command_line.values import exit_codes
 from rallypoint.launch.placement import requeue

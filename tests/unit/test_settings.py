@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from rallypoint.errors import ConfigError
 from rallypoint.launch.command_line import settings
-from rallypoint.launch.command_line.flags import parse
+from rallypoint.launch.command_line.given import parse
 from rallypoint.launch.command_line.settings import config_from
 from rallypoint.launch.config import LaunchConfig, StartMethod, StreamChoice, Streams, TargetKind
 

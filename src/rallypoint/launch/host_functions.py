@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 
-from .command_line.flags import Given
+from .command_line.given import Given
 from .config import StartMethod
 from .hosts import listing
 from .hosts.call_files import Answer

@@ -29,7 +29,7 @@ def command(words: Sequence[str]) -> str:
 
 
 def _at_store(words: Sequence[str]) -> str:
-    from .command_line import flags
+    from .command_line import given as command_lines
     from .command_line.settings import config_from
     from .coordination.observer import Observer
 
@@ -38,13 +38,13 @@ def _at_store(words: Sequence[str]) -> str:
     for word in rest:
         if word.startswith("--"):
             try:
-                flags.find(word.partition("=")[0])
+                command_lines.find(word.partition("=")[0])
             except ConfigError as error:
                 near = f"{error.hint} " if "did you mean" in error.hint else ""
                 known = "--json, and those of rally run that say where nodes meet"
                 problem = f"no such flag (known: {known})"
                 raise ConfigError("ps", word, problem, f"{near}rally ps --help") from None
-    given = flags.parse(rest)
+    given = command_lines.parse(rest)
     job += given.target
     if len(job) > 1:
         raise ConfigError("ps", " ".join(job), "expected one job", "rally ps --help")
@@ -53,7 +53,7 @@ def _at_store(words: Sequence[str]) -> str:
     without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
     asked = {name: value for name, value in values.items() if name not in without}
     config, _ = config_from(
-        flags.Given({**asked, "--module": "1"}, (__name__,)), environment.snapshot()
+        command_lines.Given({**asked, "--module": "1"}, (__name__,)), environment.snapshot()
     )
     nodes = Observer(config).nodes(PATIENCE)
     return ps.of_nodes(config.rendezvous.run_id, nodes, as_json="--json" in words)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
 from rallypoint.errors import ConfigError
 
-from .command_line import flags
+from .command_line import flag_help, given as command_lines
 from .config import LaunchConfig
 from .hosts import report_file
 from .hosts.call_files import Answer, CallFiles
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def run(words: Sequence[str]) -> int:
     """``rally run``. Returns the exit code: the root cause's, 0, 128 + signal, or 2."""
-    given = flags.parse(words)
+    given = command_lines.parse(words)
     if given.help:
         from rallypoint.rendezvous.catalogue import catalogue
 
-        standard_streams.write(flags.help_text(catalogue.backends()) + "\n")
+        standard_streams.write(flag_help.help_text(catalogue.backends()) + "\n")
         return 0
     if (problem := limits.working_directory()) is not None:
         raise ConfigError("working directory", None, problem, "cd to another one")

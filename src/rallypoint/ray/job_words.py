@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags as run_flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.launch.submit import packed_words
 
 
@@ -52,7 +52,7 @@ def read(words: Sequence[str]) -> JobWords:
             raise ConfigError(name, None, "expected a value after it")
         values[name] = value if equals else rest.pop(0)
     rest = packed_words.unpack(values["--words"], "--words") if values["--words"] else rest[1:]
-    given = run_flags.parse(rest)
+    given = command_lines.parse(rest)
     if not given.target:
         raise ConfigError("rallypoint.ray", None, "expected -- and a script", "-- train.py")
     flags = rest[: len(rest) - len(given.target)]
@@ -79,7 +79,7 @@ def _without_workers(flags: Sequence[str]) -> list[str]:
         if (
             name.startswith("--")
             and name != "--"
-            and run_flags.find(name).name == "--nproc-per-node"
+            and command_lines.find(name).name == "--nproc-per-node"
         ):
             if not equals:
                 rest.pop(0)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import FLAGS, Given
+from rallypoint.launch.command_line.flags import FLAGS
+from rallypoint.launch.command_line.given import Given
 
 
 # Flags that the trainer sets itself.

@@ -23,8 +23,8 @@ from rallypoint._core import env as environment, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError, LaunchError, WorkersFailed
 from rallypoint.launch import host_functions
-from rallypoint.launch.command_line import flags as run_flags
-from rallypoint.launch.command_line.flags import Given, resolve
+from rallypoint.launch.command_line import given as command_lines
+from rallypoint.launch.command_line.given import Given, resolve
 from rallypoint.launch.command_line.values import Values, shutdown_timeout
 from rallypoint.launch.hosts import orders
 from rallypoint.launch.hosts.call_files import Answer
@@ -88,7 +88,7 @@ class RallyTrainer:
         self._sizes = sizes_from(num_nodes, workers_per_node, resources_per_node, strategy)
         self._max_losses = max_losses
         self._placement_timeout = placement_timeout
-        given = run_flags.parse(flags)
+        given = command_lines.parse(flags)
         if given.target:
             raise ConfigError("flags", given.target[0], "not a flag of rally run")
         self._call: payload.Call | None = None

@@ -1,4 +1,4 @@
-"""The flags of ``rally run``: one table, from which the parser and ``--help`` are made.
+"""The flags of ``rally run``: one table, from which command lines are parsed (:mod:`.given`) and ``--help`` is made (:mod:`.flag_help`).
 
 The names, meanings and defaults are torchrun 2.13's, so that a command line carries over; flags that only we have are
 marked. Each of torchrun's flags may be written ``--a-b`` or ``--a_b`` and, with a few exceptions, takes its default
@@ -7,14 +7,10 @@ from ``PET_A_B``.
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rallypoint.errors import ConfigError
-from rallypoint.rendezvous.backend import Backend
-from rallypoint.rendezvous.defaults import COMMON_OPTIONS, MASTER_PORT, RENDEZVOUS_PORT
+from rallypoint.rendezvous.defaults import MASTER_PORT, RENDEZVOUS_PORT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +53,7 @@ class Flag:
 
 
 _SIZE, _RESTART, _LOGS = "size of the job", "failure and restart", "output and logs"
-_NODES, _START, _OTHER = "several nodes", "how workers start", "accepted for torchrun command lines"
+_NODES, _START, OTHER = "several nodes", "how workers start", "accepted for torchrun command lines"
 
 FLAGS: tuple[Flag, ...] = (
     Flag(
@@ -439,7 +435,7 @@ FLAGS: tuple[Flag, ...] = (
         help="variables that --hosts passes on, in addition to RALLY_*, PET_*, PYTHON*, TORCH*, NCCL_*, GLOO_*, TP_*, OMP_*",
     ),
     Flag(
-        name="--role", metavar="NAME", default="default", group=_OTHER, help="ROLE_NAME of workers"
+        name="--role", metavar="NAME", default="default", group=OTHER, help="ROLE_NAME of workers"
     ),
     Flag(
         name="--module",
@@ -541,225 +537,30 @@ FLAGS: tuple[Flag, ...] = (
         name="--monitor-interval",
         metavar="S",
         default="0.1",
-        group=_OTHER,
+        group=OTHER,
         help="no effect: a worker that ends is noticed at once",
     ),
     Flag(
         name="--event-log-handler",
         metavar="NAME",
         default="null",
-        group=_OTHER,
+        group=OTHER,
         help="no effect: set RALLY_EVENTS=FILE instead",
     ),
     Flag(
         name="--logs-specs",
         metavar="NAME",
         env=False,
-        group=_OTHER,
+        group=OTHER,
         help="no effect: use the flags for logs above",
     ),
     Flag(
         name="--run-path",
-        group=_OTHER,
+        group=OTHER,
         help="no effect: scripts always run this way",
     ),
 )
 
-# What argparse, too, takes for a value although it starts with a dash.
-_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
-
 BY_NAME: Mapping[str, Flag] = {flag.name: flag for flag in FLAGS} | {
     flag.short: flag for flag in FLAGS if flag.short
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A parsed command line.
-
-    Args:
-        values: flag -> value ("1" for switches), for flags on the command line alone.
-        target: what follows the flags: the script and its arguments; may be empty.
-        help: ``-h`` was among the flags.
-    """
-
-    values: Mapping[str, str]
-    target: tuple[str, ...]
-    help: bool = False
-
-
-def parse(argv: Sequence[str]) -> Given:
-    """Parse flags, then the target: the first word that is not a flag, and all that follows it.
-
-    Raises:
-        ConfigError: an unknown or ambiguous flag (the nearest is named), or one without its value.
-    """
-    values: dict[str, str] = {}
-    words = list(argv)
-    while words:
-        word = words[0]
-        if word == "--":
-            words.pop(0)
-            break
-        if not word.startswith("-") or word == "-":
-            break
-        words.pop(0)
-        if word in {"-h", "--help"}:
-            return Given(values, tuple(words), help=True)
-        name, equals, value = word.partition("=")
-        short_and_more = not word.startswith("--") and len(word) > 2
-        if short_and_more:
-            # -r3 and -r=3, as argparse takes them
-            name, equals, value = word[:2], "=", word[2:].removeprefix("=")
-        flag = find(name)
-        if flag.is_switch:
-            values[flag.name] = "1"
-            if short_and_more and word[2] != "=":
-                words.insert(0, "-" + word[2:])  # -mr3 is -m -r3
-            elif equals:
-                raise ConfigError(name, value, "this flag takes no value")
-            continue
-        if not equals:
-            value = _value_after(name, flag, words)
-        values[flag.name] = value
-    return Given(values, tuple(words))
-
-
-def _value_after(name: str, flag: Flag, words: list[str]) -> str:
-    """Take the next word, unless it is a flag itself: then the value was forgotten."""
-    expected = f"expected a value ({flag.metavar}) after it"
-    if not words:
-        raise ConfigError(name, None, expected)
-    word = words[0]
-    is_flag = word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0]
-    if is_flag and not _NEGATIVE_NUMBER.fullmatch(word):
-        hint = f"write {name}={word} if that is the value"
-        raise ConfigError(name, None, f"{expected}, found {word}", hint)
-    return words.pop(0)
-
-
-# `mpirun -n 2`, `mpirun -np 2`, `srun -N 2`.
-_OF_OTHERS = {"-n": "nproc-per-node", "-N": "nnodes"}
-
-
-def find(name: str) -> Flag:
-    """The flag with this name, written with dashes or underscores, or with an unambiguous abbreviation of it."""
-    plain = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-    if plain in BY_NAME:
-        return BY_NAME[plain]
-    if plain.startswith("--") and len(plain) > 2:
-        beginning = [flag for flag in FLAGS if flag.name.startswith(plain)]
-        # An abbreviation for one of torchrun's flags means that flag here, too.
-        beginning = [flag for flag in beginning if not flag.own] or beginning
-        if len(beginning) == 1:
-            return beginning[0]
-        if beginning:
-            names = ", ".join(flag.name for flag in beginning)
-            raise ConfigError(name, None, f"could be one of {names}")
-    near = _OF_OTHERS.get(plain) or _nearest(plain.lstrip("-"))
-    hint = f"did you mean --{near}?" if near else "rally run --help lists the flags"
-    raise ConfigError(name, None, "no such flag", hint)
-
-
-def _nearest(word: str) -> str | None:
-    """The flag most like ``word``, written without the dashes that all share, or None if none is."""
-    known = [flag.name.removeprefix("--") for flag in FLAGS] + ["help"]
-    near = difflib.get_close_matches(word, known, n=1)
-    if near:
-        return near[0]
-    # A misspelt abbreviation: `nprc` is near the beginning of nproc-per-node. Stricter, since
-    # beginnings are short and many.
-    beginnings = {name[: len(word) + 1]: name for name in reversed(known)}
-    near = difflib.get_close_matches(word, beginnings, n=1, cutoff=0.8)
-    return beginnings[near[0]] if near else None
-
-
-def resolve(given: Given, env: Mapping[str, str]) -> tuple[dict[str, str | None], dict[str, str]]:
-    """Values by precedence: flag, then ``PET_…``, then default.
-
-    Returns:
-        Each flag's value by its ``dest`` (None: not set at all), and where it came from: ``flag``,
-        the variable's name, or ``default``.
-    """
-    values: dict[str, str | None] = {}
-    origins: dict[str, str] = {}
-    for flag in FLAGS:
-        if flag.name in given.values:
-            value, origin = given.values[flag.name], "flag"
-        elif flag.env and flag.variable in env:
-            value, origin = env[flag.variable], flag.variable
-        else:
-            values[flag.dest] = "0" if flag.is_switch else flag.default
-            origins[flag.dest] = "default"
-            continue
-        shown = flag.name if origin == "flag" else origin
-        if flag.is_switch and not _is_whole_number(value):
-            raise ConfigError(shown, value, "expected 0 or 1")
-        if flag.choices and value not in flag.choices:
-            raise ConfigError(shown, value, f"expected one of {', '.join(flag.choices)}")
-        values[flag.dest], origins[flag.dest] = value, origin
-    return values, origins
-
-
-def _is_whole_number(text: str) -> bool:
-    try:
-        int(text)
-    except ValueError:
-        return False
-    return True
-
-
-def help_text(backends: Sequence[Backend] = (), width: int = 100) -> str:
-    """What ``rally run --help`` prints.
-
-    Args:
-        backends: the rendezvous backends to list.
-        width: the screen's width in characters.
-    """
-    import textwrap
-
-    def entry(head: str, text: str) -> list[str]:
-        body = textwrap.wrap(text, width - 34)
-        first = [f"{head:<33} {body[0]}"] if len(head) < 33 else [head]
-        return [*first, *(" " * 34 + line for line in body[len(head) < 33 :])]
-
-    lines = [
-        "usage: rally run [flags] script.py [its arguments]",
-        "       rally run [flags] -m package.module [its arguments]",
-        "       rally run [flags] --no-python program [its arguments]",
-        "",
-        "Start a distributed PyTorch job on this machine, or this machine's part of one. If it fails, report",
-        "why. Command lines of torchrun work unchanged.",
-        "",
-        "  rally run --nproc-per-node 4 train.py --epochs 3",
-        "  rally run --nproc-per-node gpu --max-restarts 3 train.py",
-        "  rally run --nnodes 2 --rdzv-endpoint node0 --nproc-per-node 8 train.py   (on both nodes)",
-    ]
-    for group in dict.fromkeys(flag.group for flag in FLAGS):
-        lines += ["", f"{group}:"]
-        for flag in FLAGS:
-            if flag.group == group:
-                short = f"{flag.short}, " if flag.short else ""
-                head = f"  {short}{flag.name} {flag.metavar}".rstrip()
-                default = f" [{flag.default}]" if flag.default and flag.group != _OTHER else ""
-                lines += entry(head, flag.help + default)
-    lines += ["", "--rdzv-conf, with any backend:"]
-    for option in COMMON_OPTIONS:
-        lines += entry(f"  {option.name}=", option.help)
-    for backend in backends:
-        if backend.one_process:
-            continue
-        also = f" (also {', '.join(backend.aliases)})" if backend.aliases else ""
-        lines += ["", f"--rdzv-backend {backend.name}{also}: {backend.help}"]
-        lines += [f"  --rdzv-endpoint {scheme.example}" for scheme in backend.schemes]
-        for option in backend.options:
-            lines += entry(f"  {option.name}=", option.help)
-    lines += [
-        "",
-        "Flags may be written --a-b or --a_b, and shortened as long as they are unambiguous. Without a flag,",
-        "PET_FLAG_NAME gives its value (PET_NPROC_PER_NODE=4), as with torchrun. Nodes and ranks are",
-        "detected with Slurm, Open MPI, MPICH, and clusters that set MASTER_ADDR, RANK and WORLD_SIZE.",
-        "Exit code: that of the worker that failed first; 128+N if signal N ended it; 2 if the command line",
-        "is wrong.",
-    ]
-    return "\n".join(lines)

@@ -33,7 +33,8 @@ from rallypoint.launch.placement.clusters import slurm
 from rallypoint.launch.placement.numa import NumaBinding
 from rallypoint.tracing import exporters
 
-from .flags import BY_NAME, Given, resolve
+from .flags import BY_NAME
+from .given import Given, resolve
 from .nodes import is_range, nodes_from
 from .target import target_from
 from .values import Values, exit_codes, shutdown_timeout

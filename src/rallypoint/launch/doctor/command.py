@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rallypoint._core import env as environment
 from rallypoint.errors import ConfigError, RallyError
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.launch.config import (
     Job,
     LaunchConfig,
@@ -92,7 +92,7 @@ def command(words: Sequence[str], show: Say, say: Say) -> int:
         ConfigError: a flag is wrong.
     """
     as_json = "--json" in words
-    given = flags.parse([word for word in words if word != "--json"])
+    given = command_lines.parse([word for word in words if word != "--json"])
     if given.help:
         show(HELP)
         return 0
@@ -144,7 +144,7 @@ def examine(values: Mapping[str, str], say: Say) -> Examination:
     # What the job would run does not matter: take something that is always there.
     without = {"--module", "--no-python", "--start-method", "--warm", "--preflight"}
     asked = {name: value for name, value in values.items() if name not in without}
-    target = flags.Given({**asked, "--module": "1"}, (visit.__name__,))
+    target = command_lines.Given({**asked, "--module": "1"}, (visit.__name__,))
     config, remarks = config_from(target, environment.snapshot())
     for remark in remarks:
         say(remark)

@@ -25,7 +25,7 @@ from rallypoint._core import addresses, linux, secret
 from rallypoint._core.clock import Deadline
 from rallypoint.errors import ConfigError
 from rallypoint.launch.avoidance import avoid_file
-from rallypoint.launch.command_line.flags import Given, resolve
+from rallypoint.launch.command_line.given import Given, resolve
 from rallypoint.launch.command_line.values import Values, shutdown_timeout
 from rallypoint.launch.signals import SignalEvents
 

@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line.flags import FLAGS, Given
+from rallypoint.launch.command_line.flags import FLAGS
+from rallypoint.launch.command_line.given import Given
 
 from .listing import Host
 

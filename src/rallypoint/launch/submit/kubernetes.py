@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags
+from rallypoint.launch.command_line import given as command_lines
 from rallypoint.launch.config import DEFAULT_SHUTDOWN_TIMEOUT
 
 from .request import Request, is_elastic, run_words
@@ -64,7 +64,7 @@ def _as_given(words: Sequence[str]) -> str:
 
 def _grace(request: Request) -> int:
     """How many seconds a pod has between SIGTERM and SIGKILL: as many as its workers have, and time for the report after that."""
-    text = flags.parse(request.words).values.get("--shutdown-timeout", "")
+    text = command_lines.parse(request.words).values.get("--shutdown-timeout", "")
     try:
         seconds = float(text or DEFAULT_SHUTDOWN_TIMEOUT)
         return math.ceil(seconds) + _REPORT

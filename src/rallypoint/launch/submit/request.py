@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.errors import ConfigError
-from rallypoint.launch.command_line import flags, nodes
+from rallypoint.launch.command_line import given as command_lines, nodes
 from rallypoint.launch.command_line.values import exit_codes
 
 
@@ -132,7 +132,7 @@ def read(words: Sequence[str]) -> Request:
         raise ConfigError("--hosts", None, "expected the hosts of the job", "--hosts a,b:8")
     least = None
     if ":" in (text := values.get("--nodes", "")):
-        if "--nnodes" in flags.parse(words[at + 1 :]).values:
+        if "--nnodes" in command_lines.parse(words[at + 1 :]).values:
             raise ConfigError("--nodes", text, "cannot be combined with --nnodes after --")
         fewest, most = nodes.fewest_and_most(text, "--nodes")
         values["--nodes"] = str(most)
@@ -155,10 +155,10 @@ def read(words: Sequence[str]) -> Request:
 
 def _check_words(words: Sequence[str], engine: str) -> None:
     """Refuse what `rally run` would refuse on the job's hosts, perhaps hours later. Only they know whether the script exists."""
-    given = flags.parse(words)
+    given = command_lines.parse(words)
     if given.help:
         raise ConfigError("submit", "--help", "expected a script after --", "rally run --help")
-    flags.resolve(given, {})
+    command_lines.resolve(given, {})
     if "--nnodes" in given.values:
         nodes.fewest_and_most(given.values["--nnodes"], "--nnodes")
     if "--requeue-on" in given.values:
@@ -216,14 +216,14 @@ def run_words(request: Request) -> tuple[str, ...]:
 
 def is_elastic(request: Request) -> bool:
     """Whether the job can continue without some of its nodes."""
-    return nodes.is_range(flags.parse(run_words(request)).values.get("--nnodes", ""))
+    return nodes.is_range(command_lines.parse(run_words(request)).values.get("--nnodes", ""))
 
 
 def avoided_list(request: Request) -> str:
     """The file that lists hosts to avoid; empty: there is none."""
-    return flags.parse(request.words).values.get("--avoid-hosts", "")
+    return command_lines.parse(request.words).values.get("--avoid-hosts", "")
 
 
 def is_requeued(request: Request) -> bool:
     """Whether Slurm may be asked to start the job again."""
-    return "--requeue-on" in flags.parse(request.words).values
+    return "--requeue-on" in command_lines.parse(request.words).values
