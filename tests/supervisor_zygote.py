@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from rallypoint._core import process, supervisor_line
 from rallypoint.launch import torch_private
+from rallypoint.launch.server import collector
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
@@ -49,8 +50,7 @@ def main() -> NoReturn:
     importlib.import_module("rallypoint.launch.supervisor")
     os.environ.pop("ROOM", None)
     torch_private.keep_operators_at_exit()
-    gc.collect()
-    gc.freeze()  # a collector that visits objects would copy their pages in every fork
+    collector.settle()
     gc.enable()
     while True:
         message, received, _, _ = socket.recv_fds(line, 1, 16)

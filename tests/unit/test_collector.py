@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +80,26 @@ def test_what_is_settled_has_no_garbage() -> None:
     del node
     collector.settle()
     assert ends == ["freed"] and gc.get_freeze_count() > 0
+
+
+def test_names_of_modules_lie_next_to_each_other_and_are_the_same() -> None:
+    """In a program of its own: it changes ``sys.modules`` of the whole process."""
+    program = """
+import email.mime.text, http.server, json, sys, unittest.mock, xml.dom.minidom
+from rallypoint.launch.server import collector
+
+class Name(str): pass
+sys.modules[Name("odd")] = json
+sys.modules["none"] = None
+def pages(): return len({id(name) >> 12 for name in sys.modules})
+before, order, modules = pages(), list(sys.modules), list(sys.modules.values())
+collector.settle()
+assert list(sys.modules) == order and all(map(lambda a, b: a is b, sys.modules.values(), modules))
+import json.decoder, xml.dom.minidom as again
+assert again is sys.modules["xml.dom.minidom"] and type(list(sys.modules)[-2]) is Name
+print(before, pages())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert after <= before / 3
