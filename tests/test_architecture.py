@@ -142,6 +142,7 @@ SANS_IO = {
     "launch/placement/clusters/slurm.py",
     "launch/placement/clusters/variables.py",
     "launch/placement/clusters/volcano.py",
+    "launch/output/cpu_limit.py",
     "launch/output/failure.py",
     "launch/command_line/flag_help.py",
     "launch/command_line/flags.py",

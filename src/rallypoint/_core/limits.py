@@ -14,6 +14,8 @@ FILES_PER_WORKER = 3
 MEMORY_PER_WORKER = 8 << 20
 # The most processes that Linux allows on 64-bit machines (include/linux/threads.h).
 PID_MAX_LIMIT = 4 * 1024 * 1024
+# How /proc/PID/limits begins the line of RLIMIT_CPU.
+_CPU_TIME = "Max cpu time"
 
 
 def explain(error: BaseException) -> str | None:
@@ -135,3 +137,19 @@ def _number(path: str | Path) -> int | None:
         return int(Path(path).read_text())
     except (OSError, ValueError):  # missing, or "max"
         return None
+
+
+def cpu_seconds(pid: int) -> tuple[int | None, int | None]:
+    """The soft and the hard limit of a process's CPU time, in seconds; None where it has none. A zombie's can still be read."""
+    try:
+        with open(f"/proc/{pid}/limits") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None, None
+    (line,) = [each for each in lines if each.startswith(_CPU_TIME)] or [_CPU_TIME]
+    soft, hard = [*line.removeprefix(_CPU_TIME).split(), "", ""][:2]
+    return _seconds(soft), _seconds(hard)
+
+
+def _seconds(word: str) -> int | None:
+    return int(word) if word.isdecimal() else None

@@ -15,7 +15,8 @@ from rallypoint import events
 from rallypoint._core import call_counts, clock, shared_page, step_reports
 from rallypoint._core.host_name import host_name
 
-from .output import oom
+from .output import cpu_limit, oom
+from .output.cpu_limit import CpuTime
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
 from .output.report import in_a_line
 from .output.worker_streams import WorkerStreams
@@ -58,6 +59,7 @@ class Worker:
         collectives: what it had begun in its process groups when another worker failed.
         memory_fd: what it keeps for the worker that takes its place.
         steps_fd: the step that it is in, once it has reported one.
+        cpu: its CPU time, if it was killed in a way in which the kernel enforces a limit of it.
         status: as ``waitpid`` returned it; None while it runs.
         ended_at: when it was reaped, on this host's monotonic clock.
     """
@@ -83,6 +85,7 @@ class Worker:
     collectives: tuple[Any, ...] = ()
     memory_fd: int | None = None
     steps_fd: int | None = None
+    cpu: CpuTime | None = None
     calls_fd: int | None = None
     status: int | None = None
     ended_at: float = 0.0
@@ -334,7 +337,7 @@ class Generation:
             signal=number,
             raised=raised,
             native_stack=native if number is not None else "",
-            cause=worker.hung or self._oom_cause(stopped, number),
+            cause=worker.hung or self._cause_of_kill(worker, stopped, number),
             stderr=worker.streams.stderr_tail(),
             at=at,
             stopped_by_us=stopped,
@@ -351,8 +354,12 @@ class Generation:
             return number in self._signals_sent and worker.ended_at >= self._stopped_at
         return worker.ended_at >= self._stopped_at
 
-    def _oom_cause(self, stopped: bool, number: int | None) -> str:
-        if stopped or number != signal.SIGKILL:
+    def _cause_of_kill(self, worker: Worker, stopped: bool, number: int | None) -> str:
+        if stopped:
+            return ""
+        if why := cpu_limit.explain(number, worker.cpu):
+            return why
+        if number != signal.SIGKILL:
             return ""
         return oom.explain(self._oom_before, oom.read_counters()) or ""
 

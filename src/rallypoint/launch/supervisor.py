@@ -37,6 +37,7 @@ from .coordination.interface import (
 )
 from .generation import Generation, Worker
 from .output.console import Console
+from .output.cpu_limit import CpuTime
 from .output.failure import in_order_of_blame
 from .output.relay import Relay
 from .output.report import in_a_line
@@ -460,7 +461,9 @@ class Supervisor:
                     spare.pid = message["pid"]
             case "exited":
                 self._spawned.pop(message["name"], None)
-                self._process_ended(message["name"], message["status"], message["at"])
+                self._process_ended(
+                    message["name"], message["status"], message["at"], message.get("cpu")
+                )
             case "heard":
                 self._requests.note_confirmed(message["ask"])
             case "told" if not message["came"]:
@@ -523,7 +526,9 @@ class Supervisor:
             )
         self._join()
 
-    def _process_ended(self, name: str, status: int, at: float) -> None:
+    def _process_ended(
+        self, name: str, status: int, at: float, cpu: Sequence[Any] | None = None
+    ) -> None:
         worker, spare = self._now.workers.named(name), self._replacements.spares.named(name)
         if spare is not None:
             self._replacements.note_spare_ended(spare)
@@ -539,6 +544,7 @@ class Supervisor:
                 )
                 self._decide(policy.WorkerEnded(-1, failed=True))
             return
+        worker.cpu = None if cpu is None else CpuTime(*cpu)
         worker.listen()
         for record in worker.take_records():
             self._hear_worker(worker, record)

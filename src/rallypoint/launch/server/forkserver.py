@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rallypoint._core import clock, env as environment, limits, linux, process
 from rallypoint._core.secret import adopt, from_descriptor, offer
@@ -68,6 +69,7 @@ KILL_PATIENCE = 5.0
 # Requests received at a time; limited because each brings descriptors.
 FEW = 8
 _TORCH = ("torch", "torch.distributed")
+_KILLS_FOR_CPU_TIME = frozenset({signal.SIGKILL, signal.SIGXCPU})
 # A signal that arrived here this recently (seconds) has reached the workers too: see rule 5.
 SAME_SIGNAL = 1.0
 
@@ -460,11 +462,13 @@ class ForkServer:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid, limits = ended.si_pid, self._cpu_limits(ended)
+            _, status, usage = os.wait4(pid, 0)
             name = self._names.pop(pid, None)
             self._started.pop(pid, None)
             self._stores.discard(pid)
@@ -472,9 +476,16 @@ class ForkServer:
             self._templates.ended(pid)
             if name is not None:  # else an adopted orphan
                 del self._pids[name]
-                self._report(
-                    {"is": "exited", "name": name, "status": status, "at": clock.MONOTONIC.now()}
-                )
+                told: Message = {"is": "exited", "name": name, "status": status}
+                if limits is not None:
+                    told["cpu"] = [usage.ru_utime + usage.ru_stime, *limits]
+                self._report({**told, "at": clock.MONOTONIC.now()})
+
+    def _cpu_limits(self, ended: Any) -> tuple[int | None, int | None] | None:
+        """The limits of a worker that the kernel may have killed for them. They can be read until it is reaped."""
+        was_killed = ended.si_code != os.CLD_EXITED and ended.si_status in _KILLS_FOR_CPU_TIME
+        known = was_killed and ended.si_pid in self._names
+        return limits.cpu_seconds(ended.si_pid) if known else None
 
     # -- ends ---------------------------------------------------------------------------------
 
