@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 LEASE = 2.0
 
 
+@pytest.fixture(autouse=True)
+def _pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take few steps: the tests wait for some of them, and otherwise for supervisors."""
+    monkeypatch.setenv("ELASTIC_PAUSE", "0.1")
+
+
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
     yield from make_hosts(4)
@@ -763,7 +769,7 @@ def test_workers_that_die_of_anothers_admission_cost_nothing(local: Cluster) -> 
     try:
         local.start("new", *flags)
         local.node(first.names[0]).wait_said("a node wants to join")
-        time.sleep(0.2)  # the late node's worker dies of it
+        time.sleep(0.5)  # the late node's worker dies of it
     finally:
         late.signal(signal.SIGCONT)
     second = local.formed(3, after=first.generation)

@@ -242,15 +242,15 @@ class Everybody(torch.autograd.Function):
 
 def from_all(x: torch.Tensor) -> list[torch.Tensor]:
     """All ranks' tensors, whatever their shapes."""
-    shapes = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(shapes, torch.tensor([*x.shape, 1][:2]))
-    flat = torch.zeros(64, dtype=x.dtype)
-    flat[: x.numel()] = x.flatten()
-    found = [torch.zeros_like(flat) for _ in shapes]
-    dist.all_gather(found, flat)
+    sent = torch.zeros(66, dtype=x.dtype)  # its shape, then its elements
+    sent[0], sent[1] = [*x.shape, 1][:2]
+    sent[2 : 2 + x.numel()] = x.flatten()
+    found = [torch.zeros_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, sent)
+    shapes = [[int(each) for each in shape] for shape in torch.stack(found)[:, :2].tolist()]
     return [
-        each[: rows * columns].view((rows, columns)[: x.ndim])
-        for each, (rows, columns) in zip(found, torch.stack(shapes).tolist(), strict=True)
+        each[2 : 2 + rows * columns].view((rows, columns)[: x.ndim])
+        for each, (rows, columns) in zip(found, shapes, strict=True)
     ]
 
 

@@ -131,10 +131,22 @@ def _job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 @pytest.fixture
 def job(_job: Job) -> Iterator[Job]:
     """One for all tests. The rank that runs a loop stands still while others run: it would keep a core busy."""
-    (loop,) = (each["pid"] for each in connect(_job.name).status()["workers"] if each["rank"] == 2)
+    loop = _loop_of(_job)
     os.kill(loop, signal.SIGCONT)
     yield _job
     os.kill(loop, signal.SIGSTOP)
+
+
+@pytest.fixture
+def quiet_job(_job: Job) -> Job:
+    """The same one, whose loop stands still: for tests that ask nothing of that rank."""
+    os.kill(_loop_of(_job), signal.SIGSTOP)
+    return _job
+
+
+def _loop_of(job: Job) -> int:
+    (loop,) = (each["pid"] for each in connect(job.name).status()["workers"] if each["rank"] == 2)
+    return loop
 
 
 def test_status_says_what_the_job_is_and_does(job: Job) -> None:
@@ -147,13 +159,13 @@ def test_status_says_what_the_job_is_and_does(job: Job) -> None:
     assert 0 < told["seconds"] < PATIENCE
 
 
-def test_ps_lists_it(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ps_lists_it(quiet_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(job.name)]
-    assert str(job.process.pid) in row and "5 of 5" in row and "running" in row
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(quiet_job.name)]
+    assert str(quiet_job.process.pid) in row and "5 of 5" in row and "running" in row
     assert main(["ps", "--json"]) == 0
     ids = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
-    assert job.name in ids
+    assert quiet_job.name in ids
 
 
 @pytest.mark.parametrize("how", ["signal", "py-spy"])
@@ -223,8 +235,8 @@ def test_stacks_are_whole_however_many_threads_there_are(tmp_path: Path) -> None
     assert in_the_script == [[main_thread, *others]] * 4
 
 
-def test_stacks_as_people_read_them(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stacks", job.name, "--rank", "3,0", "--signal"]) == 0
+def test_stacks_as_people_read_them(quiet_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", quiet_job.name, "--rank", "3,0", "--signal"]) == 0
     heads = [
         line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")
     ]
@@ -232,15 +244,15 @@ def test_stacks_as_people_read_them(job: Job, capsys: pytest.CaptureFixture[str]
     assert heads[1].endswith("in holds_the_gil_in_c:")
 
 
-def test_a_stopped_rank_is_told_as_stopped(job: Job) -> None:
-    pid = connect(job.name).status()["workers"][0]["pid"]
+def test_a_stopped_rank_is_told_as_stopped(quiet_job: Job) -> None:
+    pid = connect(quiet_job.name).status()["workers"][0]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        (record,) = connect(job.name).stacks([0], by_signal=True)
+        (record,) = connect(quiet_job.name).stacks([0], by_signal=True)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert not record["threads"] and "SIGSTOP" in record["why"]
-    (record,) = connect(job.name).stacks([0], by_signal=True)
+    (record,) = connect(quiet_job.name).stacks([0], by_signal=True)
     assert record["threads"][0]["frames"][-1]["function"] == "reads_a_pipe"
 
 
@@ -272,18 +284,18 @@ def test_sigquit_ends_a_job_that_names_it(tmp_path: Path) -> None:
     made.process.stderr.close()
 
 
-def test_a_rank_that_is_not_here_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_not_here_is_named(quiet_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ControlError, match=r"no rank 9 on this node \(it has ranks 0-4\)"):
-        connect(job.name).stacks([9])
-    assert main(["stacks", job.name, "--rank", "x"]) == 2
+        connect(quiet_job.name).stacks([9])
+    assert main(["stacks", quiet_job.name, "--rank", "x"]) == 2
     assert "expected ranks, such as 3 or 0,3" in capsys.readouterr().err
 
 
-def test_two_jobs_must_be_told_apart(job: Job, tmp_path: Path) -> None:
-    other = Job(tmp_path / "b", 1, f"{job.name}-b")
+def test_two_jobs_must_be_told_apart(quiet_job: Job, tmp_path: Path) -> None:
+    other = Job(tmp_path / "b", 1, f"{quiet_job.name}-b")
     try:
         assert connect(str(other.process.pid)).status()["id"] == other.name
-        assert connect(job.name).status()["id"] == job.name, "an exact name wins"
+        assert connect(quiet_job.name).status()["id"] == quiet_job.name, "an exact name wins"
         with pytest.raises(ControlError, match=r"several jobs match 'control-\d+'|several jobs"):
             connect("control-")
     finally:
@@ -639,11 +651,11 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
         os.close(fd)
 
 
-def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(job: Job) -> None:
+def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(quiet_job: Job) -> None:
     """`rally run` is stopped by Ctrl-Z, say; then a signal ends `rally top`."""
     pid, fd = pty.fork()
     if pid == 0:
-        os.execv(RALLY, ["rally", "top", job.name, "--interval", "0.2"])
+        os.execv(RALLY, ["rally", "top", quiet_job.name, "--interval", "0.2"])
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(fd)
     shown = bytearray()
@@ -657,18 +669,18 @@ def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(jo
 
     try:
         wait_shown("CPU%")
-        job.process.send_signal(signal.SIGSTOP)
+        quiet_job.process.send_signal(signal.SIGSTOP)
         wait_shown("does not answer")
-        job.process.send_signal(signal.SIGCONT)
+        quiet_job.process.send_signal(signal.SIGCONT)
         del shown[:]
-        wait_shown(f"{job.name}: running")
+        wait_shown(f"{quiet_job.name}: running")
         os.write(fd, b"\x1a")  # Ctrl-Z is a key like any other
         os.kill(pid, signal.SIGTERM)
         wait_shown("\x1b[?1049l")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
         assert termios.tcgetattr(fd) == before
     finally:
-        job.process.send_signal(signal.SIGCONT)
+        quiet_job.process.send_signal(signal.SIGCONT)
         os.close(fd)
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 FEATURES, OUTPUTS = 4, 2
 # Steps of each rank in each epoch: every rank runs out first once, and once a rank has no inputs at all.
-EPOCHS = [[2, 5, 3], [3, 1, 4], [4, 2, 0]]
+EPOCHS = [[1, 4, 2], [2, 1, 3], [3, 2, 0]]
 
 CLASSIC, PLANNED = "classic", "planned"
 MODES = [PLANNED, "replay", "hooks", "windows", "hooks in windows"]
@@ -49,7 +49,7 @@ def batches_of(rank: int, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def models_of(number: int) -> list[nn.Module]:
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)  # faster than torch's own function, which asks for CUDA
     return [
         nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, OUTPUTS)).double()
         for _ in range(number)

@@ -40,7 +40,7 @@ def batches_of(rank: int, steps: int) -> list[torch.Tensor]:
 
 
 def model_of() -> nn.Module:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)  # faster than torch's own function, which asks for CUDA
     layers = [nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 1)]
     return nn.Sequential(*layers).double()
 

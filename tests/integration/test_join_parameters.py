@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 FEATURES, OUTPUTS, WORDS = 4, 2, 6
 # Steps of each rank in each epoch; one rank has no inputs once.
-EPOCHS = [[2, 5, 3], [3, 1, 4], [4, 2, 0]]
+EPOCHS = [[1, 4, 2], [2, 1, 3], [3, 2, 0]]
 MODES = ["classic", "planned", "replay", "hooks"]
 # When a loop clears its gradients, and whether it changes them before it steps: a rank that has run out cannot know.
 LOOPS = ["clear last", "clear first", "zero first", "never clear", "halve"]
@@ -65,7 +65,7 @@ KINDS: dict[str, type[nn.Module]] = {"sparse": Words, "complex": Waves}
 
 
 def model_of(kind: str) -> nn.Module:
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)  # faster than torch's own function, which asks for CUDA
     model = KINDS[kind]()
     for p in model.parameters():
         p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 FEATURES, OUTPUTS = 4, 2
 # Steps of each rank in each epoch: every rank runs out first once, and once a rank has no inputs at all.
-EPOCHS = [[0, 5, 3], [3, 1, 4], [4, 2, 1]]
+EPOCHS = [[0, 3, 2], [3, 1, 4], [2, 3, 1]]
 ACCUMULATION = 2
 # The step of the second epoch in which some rank's gradients are infinite.
 OVERFLOW = 2
@@ -59,7 +59,7 @@ def batches_of(rank: int, epoch: int) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def model_of() -> nn.Module:
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)  # faster than torch's own function, which asks for CUDA
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Softplus(), nn.Linear(5, OUTPUTS)).double()
 
 

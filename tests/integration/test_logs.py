@@ -1,7 +1,7 @@
 """Workers' output: where it goes, and that none of it is lost on its way.
 
-Most jobs here start plain interpreters (``--start-method exec``): output takes the same path as in
-forks. The scripts do without torch.
+Output takes the same path in forks as in plain interpreters (``--start-method exec``). Each way to write is tried with
+both; what the supervisor does with the output, mostly with forks. The scripts do without torch.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_ranks_of_two_digits_can_be_named(tmp_path):
     """torchrun reads one digit: there `--redirects 10:1` is an error."""
     flags = ("--nproc-per-node", "12", "--redirects", "10:1,11:3", "--log-dir", "logs")
     script = "print('out', rank)\nprint('err', rank, file=sys.stderr)"
-    done = run(tmp_path, script, *EXEC, *flags)
+    done = run(tmp_path, script, *flags)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == sorted(f"out {rank}" for rank in range(10))
     assert sorted(done.stderr.splitlines()) == sorted(f"err {rank}" for rank in range(11))
@@ -124,7 +124,7 @@ def test_ranks_of_two_digits_can_be_named(tmp_path):
 def test_only_the_chosen_ranks_are_shown_but_all_are_kept(tmp_path):
     flags = ("--nproc-per-node", "12", "--local-ranks-filter", "3,10", "--tee", "10:1,11:1")
     script = "print('out', rank)\nprint('err', rank, file=sys.stderr)"
-    done = run(tmp_path, script, *EXEC, *flags, "--log-dir", "logs")
+    done = run(tmp_path, script, *flags, "--log-dir", "logs")
     assert sorted(done.stdout.splitlines()) == ["[default10]:out 10", "out 3"]
     assert sorted(done.stderr.splitlines()) == ["err 10", "err 3"]
     assert logs_of(tmp_path / "logs") == {
@@ -140,7 +140,7 @@ print("attempt", attempt, flush=True)
 sys.exit(attempt != "2")
 """
     flags = ("--max-restarts", "2", "--redirects", "1", "--log-dir", "logs")
-    done = run(tmp_path, script, *EXEC, *flags)
+    done = run(tmp_path, script, *flags)
     assert done.returncode == 0
     assert logs_of(tmp_path / "logs") == {
         f"attempt_{number}/0/stdout.log": f"attempt {number}\n" for number in range(3)
@@ -151,7 +151,7 @@ sys.exit(attempt != "2")
 
 def test_two_jobs_share_a_log_folder(tmp_path):
     for word in ("one", "two"):
-        run(tmp_path, f"print({word!r})", *EXEC, "-r", "1", "--log-dir", "logs", "--rdzv-id", "a/b")
+        run(tmp_path, f"print({word!r})", "-r", "1", "--log-dir", "logs", "--rdzv-id", "a/b")
     texts = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
     assert sorted(texts) == ["one\n", "two\n"]
     assert all(path.name.startswith("a-b_") for path in (tmp_path / "logs").iterdir())
@@ -171,30 +171,30 @@ def test_a_private_folder_goes_after_success_and_stays_after_failure(tmp_path):
 
 def test_a_private_folder_goes_after_a_restart_that_led_to_success(tmp_path):
     script = "assert os.environ['RALLY_GENERATION'] == '1', 'the first time'"
-    done = run(tmp_path, script, *EXEC, "--max-restarts", "1")
+    done = run(tmp_path, script, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr
     assert "restarting all workers" in done.stderr
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_private_folder_with_output_is_kept_and_named(tmp_path):
-    done = run(tmp_path, "print('find me')", *EXEC, "--redirects", "1")
+    done = run(tmp_path, "print('find me')", "--redirects", "1")
     folder = the_run(tmp_path / "tmp")
     assert done.stderr == f"rally: output redirected to files is in {folder}\n"
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "find me\n"
 
 
 def test_without_a_folder_nothing_is_hidden(tmp_path):
-    done = run(tmp_path, "print('x')", *EXEC, "--redirects", "3", "--log-dir", os.devnull)
+    done = run(tmp_path, "print('x')", "--redirects", "3", "--log-dir", os.devnull)
     assert (done.stdout, done.stderr) == ("x\n", "")
-    done = run(tmp_path, "sys.exit(3)", *EXEC, "--log-dir", os.devnull)
+    done = run(tmp_path, "sys.exit(3)", "--log-dir", os.devnull)
     assert done.returncode == 3
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_stderr_stands_in_the_report_wherever_it_went(tmp_path):
     for flags in ((), ("--redirects", "2"), ("--tee", "2")):
-        done = run(tmp_path, "os.write(2, b'the disk is on fire\\n'); os._exit(5)", *EXEC, *flags)
+        done = run(tmp_path, "os.write(2, b'the disk is on fire\\n'); os._exit(5)", *flags)
         assert done.returncode == 5
         assert re.search("│ the disk is on fire", done.stderr), flags
 
@@ -278,7 +278,7 @@ def test_a_burst_is_complete_in_files_and_on_the_console(tmp_path, start, consol
 
 def test_stderr_passes_whole_without_tee(tmp_path):
     script = "for i in range(20000): print(rank, i, 'x' * 100, file=sys.stderr)"
-    done = run(tmp_path, script, *EXEC, "--nproc-per-node", "2")
+    done = run(tmp_path, script, "--nproc-per-node", "2")
     lines = done.stderr.splitlines()
     assert len(lines) == 40_000
     assert {len(line) - len(line.split()[1]) for line in lines} == {103}
@@ -301,7 +301,7 @@ for i in range(3):
 sys.stderr.write("\\r\\n")
 print("windows\\r")
 """
-    done = run(tmp_path, script, *EXEC, "--tee", "3", "--log-dir", "logs")
+    done = run(tmp_path, script, "--tee", "3", "--log-dir", "logs")
     assert done.stderr.splitlines() == [f"[default0]:{i} of 3" for i in range(3)]
     assert done.stdout.splitlines() == ["[default0]:windows"]
     assert "\r1 of 3\r2 of 3" in (
@@ -313,7 +313,7 @@ print("windows\\r")
 def test_a_reader_that_leaves_does_not_stop_us_from_ending(tmp_path, tee):
     """``rally run … | head -1``"""
     script = "for i in range(50_000): print('line', i)"
-    words = command(tmp_path, script, *EXEC, "--tee", tee, "--log-dir", "logs")
+    words = command(tmp_path, script, "--tee", tee, "--log-dir", "logs")
     read, write = os.pipe()
     with job(words, tmp_path, write) as process:
         os.close(write)
@@ -335,7 +335,7 @@ def test_a_reader_that_leaves_does_not_stop_us_from_ending(tmp_path, tee):
 def test_a_blocked_console_does_not_stop_us_from_ending_when_told_to(tmp_path):
     script = "for i in range(40_000): print('line', i)"
     read, write = os.pipe()
-    words = command(tmp_path, script, *EXEC, "--tee", "1", "--log-dir", "logs")
+    words = command(tmp_path, script, "--tee", "1", "--log-dir", "logs")
     with job(words, tmp_path, write) as process:
         os.close(write)
         _wait_for(lambda: list((tmp_path / "logs").rglob("stdout.log")))
@@ -372,7 +372,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_is_said_and_the_worker_goes_on(tmp_path, small_disk):
     script = "for i in range(20_000): print('x' * 99)\nprint('done', file=sys.stderr)"
-    done = run(tmp_path, script, *EXEC, "--tee", "1", "--log-dir", str(small_disk))
+    done = run(tmp_path, script, "--tee", "1", "--log-dir", str(small_disk))
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 20_000
     said = [line for line in done.stderr.splitlines() if line.startswith("rally:")]
@@ -490,7 +490,7 @@ while True:
     with open(f"printed-{rank}", "w") as file: file.write(str(n))
     n += 1
 """
-    words = command(tmp_path, script, *EXEC, "--nproc-per-node", "2")
+    words = command(tmp_path, script, "--nproc-per-node", "2")
     read, write = os.pipe()
     with subprocess.Popen(["cat"], stdin=read, stdout=subprocess.PIPE, text=True) as cat:
         os.close(read)

@@ -46,12 +46,17 @@ dist.init_process_group("gloo")
 pathlib.Path(sys.argv[1], f"started-{dist.get_rank()}").touch()
 while True:
     dist.all_reduce(torch.ones(1))
-    time.sleep(0.01)
+    time.sleep(0.05)
 """
 
 
 class Node:
-    """One `rally run`, with its output in files (a full pipe must not stop it)."""
+    """One `rally run`, with its output in files (a full pipe must not stop it).
+
+    Args:
+        prefix: words to start it through. It is an interpreter of its own then.
+        net: the name of the network namespace to run in.
+    """
 
     def __init__(
         self,
@@ -60,14 +65,22 @@ class Node:
         words: Sequence[str],
         env: dict[str, str],
         prefix: Sequence[str],
+        net: str,
     ) -> None:
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         self.process: Any
         with self.out.open("wb") as out, self.err.open("wb") as err:
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
+            place = {"net": f"/run/netns/{net}", "host": socket.gethostname()} if net else {}
             # In a session of its own, so that Ctrl-C at pytest does not reach it.
             self.process = Popen(
-                command, stdout=out, stderr=err, env=env, cwd=folder, start_new_session=True
+                command,
+                stdout=out,
+                stderr=err,
+                env=env,
+                cwd=folder,
+                start_new_session=True,
+                **place,
             )
 
     def wait(self, timeout: float = PATIENCE) -> int:
@@ -95,10 +108,14 @@ def start(tmp_path: Path) -> Iterator[object]:
     nodes: list[Node] = []
 
     def run(
-        name: str, *words: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+        name: str,
+        *words: str,
+        env: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        net: str = "",
     ) -> Node:
         full = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **(env or {})}
-        nodes.append(Node(tmp_path, name, words, full, prefix))
+        nodes.append(Node(tmp_path, name, words, full, prefix, net))
         return nodes[-1]
 
     yield run
@@ -397,7 +414,7 @@ def test_two_hosts_train_together_over_their_own_network(start, two_hosts) -> No
             f"n{r}",
             *host_words(r),
             "probe.py",
-            prefix=("ip", "netns", "exec", name),
+            net=name,
             # Gloo binds to the address of the host's name unless told which interface to use.
             env={"GLOO_SOCKET_IFNAME": f"r{'ab'[r]}{os.getpid()}"[:15]},
         )
@@ -419,7 +436,7 @@ def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_addre
         start(
             f"n{rank}",
             "probe.py",
-            prefix=("ip", "netns", "exec", name),
+            net=name,
             env={
                 **env,
                 **more,
@@ -485,7 +502,7 @@ def test_a_cut_cable_is_noticed_by_both_sides(start, two_hosts, tmp_path: Path) 
             *host_words(r),
             *("--rdzv-conf", "lease=2", "--shutdown-timeout", "1"),
             *("loop.py", str(tmp_path)),
-            prefix=("ip", "netns", "exec", name),
+            net=name,
             env={"GLOO_SOCKET_IFNAME": f"r{'ab'[r]}{os.getpid()}"[:15]},
         )
         for r, name in enumerate(two_hosts)
@@ -521,7 +538,7 @@ def test_a_spare_meets_the_newcomer_at_the_endpoint_after_all_members_are_lost(
             *("--nnodes", "2", "--nproc-per-node", "1", "--insecure"),
             *("--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-conf", "lease=2"),
             *("until_told.py", str(tmp_path), "first" if name in "ab" else "second"),
-            prefix=("ip", "netns", "exec", two_hosts[host]),
+            net=two_hosts[host],
         )
 
     members = [node("a", 0), node("b", 0)]

@@ -34,7 +34,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -746,6 +746,11 @@ TARGETS: dict[str, Probe] = {
 }
 
 
+# With these a fork server is started, as is with any flag or variable. The others differ in what a worker does.
+STARTED = {"beside it", "a module", "PYTHONPATH comes second"}
+assert TARGETS.keys() >= STARTED
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_argv_file_and_import_path_are_those_of_python(
     name: str, run: Runner, tmp_path: Path
@@ -755,7 +760,7 @@ def test_argv_file_and_import_path_are_those_of_python(
         (tmp_path / "probe.py").write_text(WHERE)
         (tmp_path / "near.py").write_text("")
         probe = Probe(target=[str(tmp_path / "probe.py"), "x"])
-    done = run(probe)
+    done = run(replace(probe, prepared=name not in STARTED))
     # The flags of rally's own interpreter are not the script's words.
     flags = "".join(json.dumps(flag)[1:-1] + '",\n  "' for flag in probe.python_flags)
     plain = done[PYTHON]
@@ -994,10 +999,9 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-@BOTH
-def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launcher: str) -> None:
-    # The fork server has imported torch before.
-    source = (
+# Scripts that set variables before they import torch.
+SETTERS = {
+    "sets_torch.py": (
         "import os, logging\n"
         "os.environ['OMP_NUM_THREADS'] = '2'\n"
         "os.environ['TORCH_DISTRIBUTED_DEBUG'] = 'DETAIL'\n"
@@ -1006,48 +1010,115 @@ def test_what_torch_reads_at_import_may_be_set_by_the_script(run: Runner, launch
         "print(torch.get_num_threads(), torch.distributed.get_debug_level())\n"
         "print(logging.getLogger('torch._inductor').level, logging.getLogger('torch._dynamo').level)\n"
         "t = threading.Thread(target=lambda: print(torch.get_num_threads()))\nt.start()\nt.join()\n"
-    )
-    done = run(Probe(files={"probe.py": source}, real_torch=True), [launcher])
-    if len(os.sched_getaffinity(0)) > 1:
-        assert done[PYTHON].out.startswith("2 DebugLevel.DETAIL")
-    assert_same(done)
+    ),
+    **{
+        f"sets_{name}.py": (
+            f"import os, sys\nos.environ['{name}'] = '{value}'\nimport torch, io\nfrom tqdm import tqdm\n"
+            "bar = tqdm('abc', file=io.StringIO())\n"
+            "print(bar.disable, sys.modules['tqdm'].tqdm is tqdm, len(list(bar)))\n"
+        )
+        for name, value in (("TQDM_DISABLE", "1"), ("HOME", "/nowhere"))
+    },
+}
+SETS_WHAT_IS_NOT_APPLIED = (
+    "import os, pathlib\n"
+    "os.environ['TORCHINDUCTOR_FORCE_DISABLE_CACHES'] = '1'\n"
+    "os.environ['PYTORCH_JIT'] = '0'\n"
+    "os.environ['TORCH_TRACE'] = os.getcwd() + '/trace'\n"
+    "os.environ['MINE'] = '1'\n"
+    "import torch\n"
+    "f = torch.jit.script(pathlib.Path)\n"
+    "handlers = [each.root_dir for each in torch._logging._internal.trace_log.handlers]\n"
+    "print(f is pathlib.Path, handlers == [os.getcwd() + '/trace'])\n"
+)
+# Runs scripts one after another, each in a fork that has not imported torch. Their output goes into files.
+EACH_IN_A_FORK = """
+import os, sys
+rank = os.environ.get("RANK", "0")
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        for number, stream in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = [name]
+        exec(compile(open(name).read(), name, "exec"))
+        sys.exit()
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+
+
+class Setters:
+    """What these scripts print. One launch for all: a fork server that imports torch takes seconds of a core."""
+
+    def __init__(self, folder: Path, stub_torch: Path) -> None:
+        self._folder = folder
+        self._stub_torch = stub_torch
+        self._ran: dict[str, dict[str, str]] = {}
+
+    def run(self, how: str) -> dict[str, str]:
+        """The contents of the files, named ``SCRIPT.RANK.out`` and ``SCRIPT.RANK.err``."""
+        if how not in self._ran:
+            names, ranks = [*SETTERS], 1
+            if how == "forkserver":
+                names, ranks = [*names, "not_applied.py"], 2
+            probe = Probe(
+                files={
+                    **SETTERS,
+                    "not_applied.py": SETS_WHAT_IS_NOT_APPLIED,
+                    "all.py": EACH_IN_A_FORK,
+                },
+                target=["all.py", *names],
+                flags=["--nproc-per-node", str(ranks)],
+                keep=[f"{n}.{r}.{s}" for n in names for r in range(ranks) for s in ("out", "err")],
+                real_torch=True,
+            )
+            done = run_one(probe, how, self._folder, self._stub_torch)
+            assert (done.code, done.out, done.err) == (0, "", ""), done
+            self._ran[how] = done.files
+        return self._ran[how]
+
+    def assert_same(self, script: str, launcher: str) -> str:
+        """That a worker prints what a plain process does. Returns what that is on stdout."""
+        plain, worker = self.run(PYTHON), self.run(launcher)
+        for name in worker:
+            if name.startswith(f"{script}."):
+                assert worker[name] == plain[re.sub(r"\.\d\.", ".0.", name)], name
+        assert f"{script}.0.err" in worker
+        return plain[f"{script}.0.out"]
+
+
+@pytest.fixture(scope="module")
+def setters(tmp_path_factory: pytest.TempPathFactory, stub_torch: Path) -> Setters:
+    return Setters(tmp_path_factory.mktemp("setters"), stub_torch)
 
 
 @BOTH
-@pytest.mark.parametrize("sets", ["'TQDM_DISABLE'] = '1'", "'HOME'] = '/nowhere'"])
+def test_what_torch_reads_at_import_may_be_set_by_the_script(
+    setters: Setters, launcher: str
+) -> None:
+    # The fork server has imported torch before.
+    out = setters.assert_same("sets_torch.py", launcher)
+    if len(os.sched_getaffinity(0)) > 1:
+        assert out.startswith("2 DebugLevel.DETAIL")
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["TQDM_DISABLE", "HOME"])
 def test_what_tqdm_reads_at_import_may_be_set_by_the_script(
-    run: Runner, launcher: str, sets: str
+    setters: Setters, launcher: str, name: str
 ) -> None:
     """Torch imports tqdm, which looks through the whole environment for names of its own: no line about other names."""
-    source = (
-        f"import os, sys\nos.environ[{sets}\nimport torch, io\nfrom tqdm import tqdm\n"
-        "bar = tqdm('abc', file=io.StringIO())\n"
-        "print(bar.disable, sys.modules['tqdm'].tqdm is tqdm, len(list(bar)))\n"
-    )
-    done = run(Probe(files={"probe.py": source}, real_torch=True), [launcher])
-    assert done[PYTHON].out == f"{'TQDM' in sets} True 3\n"
-    assert_same(done)
+    out = setters.assert_same(f"sets_{name}.py", launcher)
+    assert out == f"{'TQDM' in name} True 3\n"
 
 
-def test_what_torch_reads_at_import_alone_is_told(tmp_path: Path, stub_torch: Path) -> None:
+def test_what_torch_reads_at_import_alone_is_told(setters: Setters) -> None:
     """Once, and neither for what the environment of `rally run` has nor for what has been applied."""
-    source = (
-        "import os, pathlib\n"
-        "os.environ['TORCHINDUCTOR_FORCE_DISABLE_CACHES'] = '1'\n"
-        "os.environ['PYTORCH_JIT'] = '0'\n"
-        "os.environ['TORCH_TRACE'] = os.getcwd() + '/trace'\n"
-        "os.environ['MINE'] = '1'\n"
-        "import torch\n"
-        "f = torch.jit.script(pathlib.Path)\n"
-        "handlers = [each.root_dir for each in torch._logging._internal.trace_log.handlers]\n"
-        "print(f is pathlib.Path, handlers == [os.getcwd() + '/trace'])\n"
-    )
-    flags = ["--nproc-per-node", "2"]
-    probe = Probe(files={"probe.py": source}, flags=flags, real_torch=True)
-    done = run_one(probe, "forkserver", tmp_path, stub_torch)
-    assert done.out.splitlines() == ["True True"] * 2, done
-    assert done.err.count("may have no effect") == 1, done
-    assert "rally: TORCHINDUCTOR_FORCE_DISABLE_CACHES: read when torch was imported" in done.err
+    told = setters.run("forkserver")
+    outs, errs = ([told[f"not_applied.py.{rank}.{s}"] for rank in (0, 1)] for s in ("out", "err"))
+    assert outs == ["True True\n"] * 2, told
+    assert "".join(errs).count("may have no effect") == 1, told
+    assert "rally: TORCHINDUCTOR_FORCE_DISABLE_CACHES: read when torch was imported" in errs[0]
 
 
 # -- several workers: nothing random may be shared --------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,17 +45,35 @@ PATIENCE = 180.0
 # Seconds a silent node is believed alive; killed processes are noticed sooner, by their sockets.
 CONF = "lease=4,last_call_timeout=0.2,join_timeout=40"
 
-# Collections while torch is imported, and taking it apart at exit, are a third of a short worker's time.
+IMPORTS = (*supervisors.TORCH[:2], "torch.distributed.run")
+# Runs torchrun. Its workers are forks too, of a child that torchrun has from its beginning, before it has threads.
+AGENT = f"""\
+import os, socket, sys
+sys.path.append({str(Path(supervisors.__file__).parent)!r})
+line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if os.fork() == 0:
+    import supervisor_zygote
+    line.close()
+    sys.argv[1:] = [str(theirs.detach()), *{IMPORTS!r}, ""]
+    supervisor_zygote.main()
+theirs.close()
+os.environ["TEST_AGENT"] = str(os.getpid())
+import supervisors
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+zygote = object.__new__(supervisors.Zygote)
+zygote._line = line
+supervisors._zygote = lambda *_, **__: zygote
+subprocess_handler.Popen = lambda args, **more: supervisors.Popen(args, **more)
+from torch.distributed.run import main
+main()
+"""
+
 WORKER = """\
-import gc, os, sys, time
+import os, sys, time
 
 out, node = sys.argv[1], os.environ["TEST_NODE"]
-gc.disable()
 import torch, torch.distributed as dist
-gc.freeze()
-gc.enable()
 
-parent = os.getppid()
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
 line = f"{node} {rank} {dist.get_world_size()} {attempt} {os.environ['MASTER_PORT']}\\n"
@@ -62,7 +81,7 @@ with open(os.path.join(out, "started"), "ab", buffering=0) as file:
     file.write(line.encode())
 fails = os.environ.get("TEST_FAIL") == f"{node} {os.environ['LOCAL_RANK']} {attempt}"
 for step in range(4000):
-    if os.getppid() != parent:
+    if not os.path.exists(f"/proc/{os.environ['TEST_AGENT']}"):
         os._exit(7)
     if fails and step == 3:
         os._exit(9)
@@ -135,24 +154,26 @@ class Job:
         script = self.folder / "worker.py"
         script.write_text(WORKER)
         command = [
-            supervisors.TORCHRUN,
+            *(sys.executable, "-c", AGENT),
             "--rdzv-backend",
             "rallypoint",
             "--rdzv-endpoint",
             self.endpoint,
         ]
         command += ["--rdzv-id", "job", "--rdzv-conf", conf, "--nnodes", nnodes, *flags]
+        # Without torchrun's own "python -u", for which a fork would not do.
+        command += ["--no-python", sys.executable, str(script), str(self.folder)]
         log = self.folder / f"{node}.log"
         env = {**os.environ, "TEST_NODE": node, "TEST_FAIL": fail, "OMP_NUM_THREADS": "1"}
         with log.open("wb") as out:
             popen = supervisors.Popen(
-                [*command, str(script), str(self.folder)],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 env=env,
                 start_new_session=True,
-                imports=(*supervisors.TORCH[:2], "torch.distributed.run"),
+                imports=IMPORTS,
             )
         agent = Agent(popen, log)
         self.agents.append(agent)

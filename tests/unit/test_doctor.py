@@ -52,6 +52,7 @@ def worst(findings: list[Finding]) -> tuple[Level, str] | None:
         ({}, None),
         ({"open_files": 1024}, (Level.REMARK, "open files")),
         ({"open_files": 256}, (Level.PROBLEM, "open files")),
+        ({"cpu_seconds": 3600}, (Level.REMARK, "CPU time")),
         ({"locked_memory": 64 << 10}, None),
         ({"locked_memory": 64 << 10, "infiniband": True}, (Level.PROBLEM, "locked memory")),
         ({"infiniband": True}, None),

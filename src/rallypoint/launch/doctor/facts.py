@@ -39,6 +39,7 @@ class NodeFacts:
         processes: the most processes and threads that may run.
         processes_limit: the name of that limit.
         too_many_workers: why it cannot run that many workers; may be empty.
+        cpu_seconds: the most CPU time that a process may use, in seconds: the lower of its limits.
         cpus: CPUs that this process may use.
         quota: the control group's limit, in CPUs.
         memory: available memory.
@@ -64,6 +65,7 @@ class NodeFacts:
     processes: int | None = None
     processes_limit: str = ""
     too_many_workers: str = ""
+    cpu_seconds: int | None = None
     cpus: int = 1
     quota: float | None = None
     memory: int | None = None

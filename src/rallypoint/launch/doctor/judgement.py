@@ -136,6 +136,15 @@ def _open_files(where: str, node: NodeFacts) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, where, what, f"at most {limit} per process", advice)
 
 
+def _cpu_time(where: str, node: NodeFacts) -> Iterator[Finding]:
+    what, limit = "CPU time", node.cpu_seconds
+    if limit is None:
+        yield Finding(Level.FINE, where, what, "no limit")
+    else:
+        found = f"a process is killed after {limit} s of CPU time"
+        yield Finding(Level.REMARK, where, what, found, "ulimit -t; on a login node: submit the job")
+
+
 def _locked_memory(where: str, node: NodeFacts) -> Iterator[Finding]:
     what, limit = "locked memory", node.locked_memory
     shown = "no limit" if limit is None else f"at most {size(limit)} per process"
@@ -237,6 +246,7 @@ def _gpus(where: str, node: NodeFacts) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[str, NodeFacts], Iterator[Finding]], ...] = (
     _open_files,
+    _cpu_time,
     _locked_memory,
     _processes,
     _cpus,
