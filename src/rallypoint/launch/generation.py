@@ -15,7 +15,7 @@ from rallypoint import events
 from rallypoint._core import call_counts, clock, shared_page, step_reports
 from rallypoint._core.host_name import host_name
 
-from .output import cpu_limit, oom
+from .output import cpu_limit, oom, shm_space
 from .output.cpu_limit import CpuTime
 from .output.failure import Raised, WorkerFailure, parse_line_from_worker
 from .output.report import in_a_line
@@ -357,11 +357,16 @@ class Generation:
     def _cause_of_kill(self, worker: Worker, stopped: bool, number: int | None) -> str:
         if stopped:
             return ""
-        if why := cpu_limit.explain(number, worker.cpu):
-            return why
-        if number != signal.SIGKILL:
-            return ""
-        return oom.explain(self._oom_before, oom.read_counters()) or ""
+        match number:
+            case signal.SIGBUS:
+                return shm_space.explain(number, shm_space.read()) or ""
+            case signal.SIGKILL | signal.SIGXCPU:
+                out_of_time = cpu_limit.explain(number, worker.cpu)
+                if out_of_time is None and number == signal.SIGKILL:
+                    return oom.explain(self._oom_before, oom.read_counters()) or ""
+                return out_of_time or ""
+            case _:
+                return ""
 
 
 def _import_in(line: bytes) -> dict[str, Any] | None:

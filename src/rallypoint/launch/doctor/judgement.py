@@ -142,7 +142,9 @@ def _cpu_time(where: str, node: NodeFacts) -> Iterator[Finding]:
         yield Finding(Level.FINE, where, what, "no limit")
     else:
         found = f"a process is killed after {limit} s of CPU time"
-        yield Finding(Level.REMARK, where, what, found, "ulimit -t; on a login node: submit the job")
+        yield Finding(
+            Level.REMARK, where, what, found, "ulimit -t; on a login node: submit the job"
+        )
 
 
 def _locked_memory(where: str, node: NodeFacts) -> Iterator[Finding]:
