@@ -179,6 +179,7 @@ SANS_IO = {
     "rendezvous/fields.py",
     "rendezvous/backends/greeting.py",
     "rendezvous/backends/places.py",
+    "rendezvous/backends/plan_places.py",
     "rendezvous/backends/store_messages.py",
     "rendezvous/introduction.py",
     "rendezvous/quorum.py",

@@ -10,7 +10,7 @@ import pytest
 
 from rallypoint._core.clock import MONOTONIC, Deadline
 from rallypoint.errors import RendezvousConnectionError
-from rallypoint.rendezvous.backends import tcp_home
+from rallypoint.rendezvous.backends import probes, tcp_home
 from rallypoint.rendezvous.backends.places import Answer, Place
 from rallypoint.rendezvous.backends.tcp_home import TcpHome, serve_here
 from rallypoint.rendezvous.backends.tcpstore import LifeSigns
@@ -70,14 +70,14 @@ def test_strangers_do_not_fill_the_port_of_a_standby_that_begins_to_serve(
     )
     with ExitStack() as stack:
         stack.callback(home.close)
-        assert tcp_home._probe_store("127.0.0.1", port) is Answer.DEAD, "it does not listen yet"
+        assert probes.store_at("127.0.0.1", port) is Answer.DEAD, "it does not listen yet"
         thread.start()
         assert preparing.wait(PATIENCE)
         strangers = [
             stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE))
             for _ in range(5 * ROOM)
         ]
-        assert tcp_home._probe_store("127.0.0.1", port, PATIENCE) is Answer.ALIVE
+        assert probes.store_at("127.0.0.1", port, PATIENCE) is Answer.ALIVE
         deadline = time.monotonic() + PATIENCE
         while not all(map(is_closed, strangers[:-ROOM])):
             assert time.monotonic() < deadline
@@ -86,7 +86,7 @@ def test_strangers_do_not_fill_the_port_of_a_standby_that_begins_to_serve(
         assert recovered
         stack.callback(recovered[0].store.close)
         recovered[0].store.set("key", b"value")
-        assert tcp_home._probe_store("127.0.0.1", port, PATIENCE) is Answer.SERVES
+        assert probes.store_at("127.0.0.1", port, PATIENCE) is Answer.SERVES
 
 
 def test_a_node_whose_own_store_ends_asks_where_it_was_before() -> None:

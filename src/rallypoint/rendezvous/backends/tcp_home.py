@@ -31,7 +31,7 @@ from rallypoint.rendezvous import plan
 from rallypoint.rendezvous.home import LastRound, Prepare, Recovery, Server
 from rallypoint.rendezvous.store import Store
 
-from . import door, places
+from . import door, places, plan_places, probes
 from .door import Doorman
 from .greeting import SILENT, Door, Reply
 from .places import Answer, Place, Search, Way
@@ -45,17 +45,16 @@ _log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 LeaveNote = Callable[[Store, Store, tuple[str, int], tuple[str, int] | None], None]
 
-# Attempts to connect while looking for a place: seconds between attempts, and seconds for each.
+# Seconds between attempts to connect while looking for a place.
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-ATTEMPT = 1.0
 # The first pause between two questions after a loss, and the pause after news, as a part of the longest pause.
 FIRST_PART = 1 / 8
 # The least time for the kernel of the lost store's host to answer.
 LEAST_REACH = 0.15
 # How many reasons for the missing store get a line of their own.
 MOST_SAID = 4
-# Seconds for an answer at the endpoint; and the most seconds of a store's start-up that do not count.
-FIRST_ANSWER, LONGEST_START = 3.0, 600.0
+# The most seconds of a store's start-up that do not count.
+LONGEST_START = 600.0
 # How often the new host checks whether a store is served at the old place, to find a newcomer there before it
 # has formed a round of its own. After it has left a note, it checks less often whether the note is still there.
 FORWARD_EVERY, FORWARD_AGAIN = 0.5, 2.0
@@ -169,7 +168,7 @@ class TcpHome:
         if listener is not None:
             # With several endpoints, a store may already be served at another one: this node has come back.
             for host, port in self._hosts[1:]:
-                if _probe_store(host, port) is Answer.SERVES:
+                if probes.store_at(host, port) is Answer.SERVES:
                     listener.close()
                     store = self._client(Place(host, port))
                     self._current = Place(host, port)
@@ -197,7 +196,7 @@ class TcpHome:
                 return None  # another supervisor on this machine was first
             if error.problem != addresses.IN_USE:
                 raise
-            reply = _who_is_at(to or addresses.own_host(), port)
+            reply = probes.who_is_at(to or addresses.own_host(), port)
             if reply.door in {Door.SERVES, Door.STARTING}:
                 return None  # the node that serves it can report it
             problem = f"{error.problem}: {reply.why}" if reply.why else error.problem
@@ -226,8 +225,9 @@ class TcpHome:
             replies: list[Reply] = []
             for host, port in self._hosts:
                 left = deadline.remaining()
-                brief = left is not None and not starting
-                timeout = min(FIRST_ANSWER, max(left or 0.0, 0.001)) if brief else FIRST_ANSWER
+                timeout = probes.FIRST_ANSWER
+                if left is not None and not starting:
+                    timeout = min(timeout, max(left, 0.001))
                 reply, line = door.enter(host, port, timeout)
                 if reply is SILENT:
                     # While the doorman hands over to the store, there is briefly no answer.
@@ -244,7 +244,9 @@ class TcpHome:
                 granted -= asked_at - before
                 deadline.extend(asked_at - before)
             if deadline.expired() or stop.is_set():
-                raise RendezvousConnectionError(_cannot_reach(names, reply, starting=starting))
+                raise RendezvousConnectionError(
+                    probes.cannot_reach(names, reply, starting=starting)
+                )
             if (
                 pause > 8 * FIRST_PAUSE
                 and (why := "starting" if starting else reply.why) not in said
@@ -344,7 +346,7 @@ class TcpHome:
         answers: dict[Place, Answer] = {}
 
         def ask(place: Place) -> Answer:
-            return self._ask(place, reach.get(place, ATTEMPT))
+            return self._ask(place, reach.get(place, probes.ATTEMPT))
 
         with contextlib.closing(Questions(ask, len(search.places))) as questions:
             while True:
@@ -395,7 +397,12 @@ class TcpHome:
             host_id = str(last.plan.get("store", ""))
         # Watch the host's process, too: a newcomer may serve an empty store at the port of a node that has exited.
         host = next(
-            (each for each in _standbys(last) if each.node_id and each.node_id == host_id), None
+            (
+                each
+                for each in plan_places.standbys(last)
+                if each.node_id and each.node_id == host_id
+            ),
+            None,
         )
         old = self._current
         if host is not None and host_id != own:
@@ -403,11 +410,13 @@ class TcpHome:
         others = places.others(
             old,
             host_id,
-            _standbys(last),
+            plan_places.standbys(last),
             [Place(*each) for each in self._hosts],
             own=own,
             may_serve=self._may_serve,
-            been=[each for each in (_served_at(last), self._back_from) if each is not None],
+            been=[
+                each for each in (plan_places.served_at(last), self._back_from) if each is not None
+            ],
         )
         return Search(
             old,
@@ -416,8 +425,8 @@ class TcpHome:
             own=own,
             dead=() if last is None else last.dead,
             # Another node's turn may take longer than this node's.
-            alive_patience=max(self._silence, 2 * ATTEMPT) + ATTEMPT,
-            silent_patience=2 * ATTEMPT,
+            alive_patience=max(self._silence, 2 * probes.ATTEMPT) + probes.ATTEMPT,
+            silent_patience=2 * probes.ATTEMPT,
         )
 
     def _go_to(self, place: Place, search: Search) -> Recovery:
@@ -436,10 +445,10 @@ class TcpHome:
         return Recovery(store, moved, frozenset(search.dead))
 
     def _ask(self, place: Place, reach: float) -> Answer:
-        answer = _probe_store(place.addr, place.port, reach=reach)
+        answer = probes.store_at(place.addr, place.port, reach=reach)
         if not place.watch or answer is Answer.SILENT:
             return answer
-        alive = _probe(place.watch_addr or place.addr, place.watch)
+        alive = probes.listens(place.watch_addr or place.addr, place.watch)
         if answer is Answer.SERVES:
             # The node's process is gone and another process of that machine has its port, so this is not the job's store.
             return Answer.DEAD if alive is Answer.DEAD else answer
@@ -536,7 +545,7 @@ class TcpHome:
                     port == here.port and addresses.is_this_host(host)
                 ):
                     continue
-                if _probe_store(host, port) is not Answer.SERVES:
+                if probes.store_at(host, port) is not Answer.SERVES:
                     continue
                 with (
                     contextlib.suppress(RendezvousConnectionError, TimeoutError),
@@ -547,7 +556,7 @@ class TcpHome:
                     pause = FORWARD_AGAIN
 
     def visit(self, addr: str, port: int) -> Store | None:
-        match _probe_store(addr, port):
+        match probes.store_at(addr, port):
             case Answer.SERVES:
                 return self._client(Place(addr, port))
             case Answer.DEAD:
@@ -609,7 +618,7 @@ class TcpHome:
             self._standby = None
         for thread in (self._forwarder, self._redirector):
             if thread is not None:
-                thread.join(ATTEMPT + 0.5)
+                thread.join(probes.ATTEMPT + 0.5)
         if self._server is not None:
             self._left.append(self._server)
             self._server = None
@@ -621,74 +630,3 @@ def _longest_pause(last: LastRound | None) -> float:
     """The longest pause between two questions to each place: the more nodes there are, the less often each asks."""
     count = 0 if last is None else len(plan.order(last.plan))
     return min(LONGEST_PAUSE / 4, 0.05 + count / 2000)
-
-
-def _standbys(last: LastRound | None) -> list[Place]:
-    return [place for each in _listed(last) if (place := _place(each, "port")) is not None]
-
-
-def _served_at(last: LastRound | None) -> Place | None:
-    """Where the plan's store was, if the plan says so: not all nodes that know the plan were connected there.
-
-    None on the node that served it: if it has lost its store, another node's may be there by now.
-    """
-    for each in _listed(last):
-        if last is not None and last.node_id != each.get("id") == last.plan.get("store"):
-            place = _place(each, "serves_at")
-            return None if place is None else replace(place, node_id="")
-    return None
-
-
-def _listed(last: LastRound | None) -> list[dict[str, Any]]:
-    listed = None if last is None else last.plan.get("standbys")
-    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-
-
-def _place(told: Mapping[str, Any], port_key: str) -> Place | None:
-    addr, port, watch = told.get("addr"), told.get(port_key), told.get("watch")
-    if not isinstance(addr, str) or not isinstance(port, int):
-        return None
-    return Place(addr, port, str(told.get("id")), watch if isinstance(watch, int) else 0)
-
-
-def _probe(host: str, port: int) -> Answer:
-    """Whether anything listens there."""
-    try:
-        addresses.connect(host, port, ATTEMPT).close()
-    except ConnectionRefusedError:
-        return Answer.DEAD
-    except OSError:
-        return Answer.SILENT
-    return Answer.SERVES
-
-
-def _who_is_at(host: str, port: int) -> Reply:
-    """What listens at a port of this host."""
-    reply = door.greet(host, port, FIRST_ANSWER)
-    if reply is SILENT:
-        reply = door.ask(host, port)
-    return reply if reply.door is not Door.REFUSED else Reply(Door.REFUSED)
-
-
-def _cannot_reach(names: str, reply: Reply, *, starting: bool) -> str:
-    if starting:
-        return f"the rendezvous at {names} did not start in time; check the node there"
-    ask = "is `rally run` started there, is --rdzv-endpoint (or --master-addr) right, and is the port open?"
-    if reply.door is Door.STRANGER:
-        ask = "is --rdzv-endpoint (or --master-addr) right, and is the port free for the job?"
-    return f"cannot reach the rendezvous at {names}: {reply.why}; {ask}"
-
-
-def _probe_store(
-    host: str, port: int, timeout: float = ATTEMPT, *, reach: float | None = None
-) -> Answer:
-    """Whether a store answers there."""
-    match door.greet(host, port, timeout, reach=reach).door:
-        case Door.SERVES:
-            return Answer.SERVES
-        case Door.STARTING:
-            return Answer.ALIVE
-        case Door.REFUSED:
-            return Answer.DEAD
-        case _:
-            return Answer.SILENT
