@@ -19,6 +19,7 @@ import psutil
 
 from elastic import wait_until
 from ports import free_port
+from rallypoint._core import proc_stat
 from supervisors import Popen
 
 
@@ -81,11 +82,8 @@ class Job:
         found = {}
         for path in self.folder.glob("at *"):
             pid = int(path.name.split()[1])
-            try:
-                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    found[pid] = int(path.read_text())
-            except psutil.NoSuchProcess:
-                pass
+            if proc_stat.fields(pid)[:1] not in ([], ["Z"]):
+                found[pid] = int(path.read_text())
         return found
 
     def at(self, step: int) -> list[int]:

@@ -61,7 +61,7 @@ with elastic.session(net, optimizer, copies=int(sys.argv[2])) as session:
             optimizer.zero_grad()
         (FOLDER / f"new {rank}").write_text(f"{session.position} {os.getpid()}")
         os.replace(FOLDER / f"new {rank}", FOLDER / f"at {rank}")
-        time.sleep(0.02)
+        time.sleep(0.05)
 dist.destroy_process_group()
 """
 
