@@ -161,7 +161,9 @@ def test_status_says_what_the_job_is_and_does(job: Job) -> None:
 
 def test_ps_lists_it(quiet_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(quiet_job.name)]
+    (row,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(quiet_job.name)
+    ]
     assert str(quiet_job.process.pid) in row and "5 of 5" in row and "running" in row
     assert main(["ps", "--json"]) == 0
     ids = [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()]
@@ -284,7 +286,9 @@ def test_sigquit_ends_a_job_that_names_it(tmp_path: Path) -> None:
     made.process.stderr.close()
 
 
-def test_a_rank_that_is_not_here_is_named(quiet_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_not_here_is_named(
+    quiet_job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ControlError, match=r"no rank 9 on this node \(it has ranks 0-4\)"):
         connect(quiet_job.name).stacks([9])
     assert main(["stacks", quiet_job.name, "--rank", "x"]) == 2
@@ -554,11 +558,16 @@ def test_stacks_come_from_all_nodes(tmp_path: Path) -> None:
         assert [each["rank"] for each in asked.stacks([there], by_signal=True)] == [there]
         with pytest.raises(ControlError, match=r"no rank 4 in this job \(it has ranks 0-3\)"):
             asked.stacks([4])
-        os.kill(nodes[1].pid, signal.SIGSTOP)
+        there_too = found[nodes[1].pid].status()["workers"]
+        # The loop, if it is there, would keep a core busy meanwhile.
+        stopped = [nodes[1].pid, *(each["pid"] for each in there_too if each["rank"] == 2)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         try:
             answer = asked.ask({"ask": "stacks", "by_signal": True, "patience": 0.2}, PATIENCE)
         finally:
-            os.kill(nodes[1].pid, signal.SIGCONT)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
         assert {each["rank"] for each in answer["processes"]} == own
         assert len(answer["silent"]) == 1
     finally:
@@ -651,7 +660,9 @@ def test_top_on_a_terminal_of_80_columns(job: Job) -> None:
         os.close(fd)
 
 
-def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(quiet_job: Job) -> None:
+def test_top_goes_on_while_the_job_does_not_answer_and_puts_the_terminal_back(
+    quiet_job: Job,
+) -> None:
     """`rally run` is stopped by Ctrl-Z, say; then a signal ends `rally top`."""
     pid, fd = pty.fork()
     if pid == 0:

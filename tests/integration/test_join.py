@@ -715,6 +715,7 @@ def test_local_sgd_with_the_hook_that_torch_has_for_it(ranks: Ranks, mode: str) 
 
 # -- whatever somebody may do -----------------------------------------------------------------------
 
+
 @st.composite
 def configurations(draw: st.DrawFn) -> tuple[list[list[int]], str, str, str, int, dict[str, Any]]:
     world_size = draw(st.integers(2, 4))

@@ -131,11 +131,16 @@ def run(chosen: Sequence[Method], options: argparse.Namespace) -> dict[str, Any]
         with _Progress(len(wanted)) as progress:
             # As upstream, no process has both: registering the faulty agent replaces an enum that
             # torch itself goes on using, and then no longer knows its own backend.
-            for agent in ("tensorpipe", "faulty"):
-                if part := [method for method in wanted if method.agent == agent]:
-                    with _Zygote(options.against, agent, part, folder) as zygote:
-                        results.update(_run_part(zygote, part, options, progress))
-                        versions = zygote.versions
+            of_agents = {
+                agent: [method for method in wanted if method.agent == agent]
+                for agent in ("tensorpipe", "faulty")
+            }
+            parts = {agent: part for agent, part in of_agents.items() if part}
+            with _Zygote(options.against, parts, folder) as zygote:
+                for part in parts.values():
+                    versions = zygote.begin()
+                    results.update(_run_part(zygote, part, options, progress))
+                    zygote.end()
     return {
         "against": options.against,
         "versions": versions,
@@ -186,18 +191,19 @@ def _record(method: Method, outcome: Record | None, left_out: str | None) -> Rec
 class _Zygote:
     """The process that runs the tests (``rpc_zygote``), and talks in lines of JSON."""
 
-    def __init__(self, against: str, agent: str, methods: Sequence[Method], folder: Path) -> None:
-        orders = [_order(method) for method in methods]
-        self._setup = {"against": against, "agent": agent, "tests": orders}
-        self._agent = agent
+    def __init__(self, against: str, parts: Mapping[str, Sequence[Method]], folder: Path) -> None:
+        orders = [
+            {"agent": agent, "tests": [_order(method) for method in methods]}
+            for agent, methods in parts.items()
+        ]
+        self._setup = {"against": against, "parts": orders}
         self._folder = folder
-        self.versions: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         # A pool of threads does not survive a fork; four ranks have no use for one, either.
         one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        self._log = (self._folder / f"{self._agent}.log").open("w+", encoding="utf-8")
+        self._log = (self._folder / "zygote.log").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("rpc_zygote.py"))],
             stdin=subprocess.PIPE,
@@ -208,16 +214,23 @@ class _Zygote:
         )
         try:
             self._send(self._setup)
-            ready = self._receive()
-            if "unavailable" in ready:
-                raise UnavailableError(ready["unavailable"])
         except BaseException:
             self.__exit__()
             raise
-        self.versions = ready["versions"]
+        return self
+
+    def begin(self) -> dict[str, str]:
+        """Wait until the next part is imported. Returns the versions."""
+        ready = self._receive()
+        if "unavailable" in ready:
+            raise UnavailableError(ready["unavailable"])
         if ready["threads"] > 1:
             print(f"rpc_suite: forking with {ready['threads']} threads", file=sys.stderr)
-        return self
+        return dict(ready["versions"])
+
+    def end(self) -> None:
+        """Go on to the next part."""
+        self._send({})
 
     def __exit__(self, *_error: object) -> None:
         if self._process.stdin:

@@ -66,10 +66,26 @@ def main() -> None:
     _die_with_parent(os.getppid())
     gc.disable()  # collections are a third of the time that imports take
     try:
-        classes = _load(setup["against"], setup["agent"], setup["tests"])
+        if setup["against"] == "rallypoint":
+            _install_rallypoint()
+        importlib.import_module("torch.testing._internal.common_distributed")
     except UnavailableError as error:
         _tell(results, {"unavailable": str(error)})
         return
+    for part in setup["parts"]:
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _die_with_parent(zygote)
+            _serve_part(part, orders, results)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(1)  # it has said why
+
+
+def _serve_part(part: Mapping[str, Any], orders: Iterator[str], results: int) -> None:
+    """Run the tests of one agent, in a process of its own, until a batch is empty."""
+    classes = _load(part["agent"], part["tests"])
     gc.collect()
     gc.freeze()  # no rank need look through or copy what is here now
     gc.enable()
@@ -77,6 +93,8 @@ def main() -> None:
     _tell(results, {"versions": _versions(), "threads": _num_threads()})
     for line in orders:
         batch = json.loads(line)
+        if not batch:
+            return
         _serve(batch, classes, results)
         _tell(results, {"end": True})
 
@@ -87,16 +105,16 @@ def _settle() -> None:
 
     torch.manual_seed(0)  # it quotes the lines that called it, read from their files the first time
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        each.atexit = False  # what was imported is never torn down, see above; a rank's own finalizers run
+        each.atexit = (
+            False  # what was imported is never torn down, see above; a rank's own finalizers run
+        )
 
 
 # --- what is tested ------------------------------------------------------------------------------
 
 
-def _load(against: str, agent: str, tests: list[Mapping[str, str]]) -> dict[str, type | str]:
+def _load(agent: str, tests: list[Mapping[str, str]]) -> dict[str, type | str]:
     """The class of each test's key, or what stood in its way."""
-    if against == "rallypoint":
-        _install_rallypoint()
     module = types.ModuleType(_CLASSES)
     sys.modules[_CLASSES] = module
     loaded: dict[str, type | str] = {}

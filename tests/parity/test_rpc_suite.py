@@ -3,6 +3,7 @@
 All of it: ``python tests/parity/rpc_suite.py --against rallypoint``.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity.rpc_groups import COMPARED, GROUPS, NOT_APPLICABLE, find_methods, group_of
+from parity.rpc_groups import COMPARED, GROUPS, NOT_APPLICABLE, Method, find_methods, group_of
 from parity.rpc_suite import UNAVAILABLE, choose, markdown
 from parity.rpc_zygote import first_line, main_thread_place
 
@@ -74,6 +75,11 @@ KEYS = [key for keys in SAMPLE.values() for key in keys]
 THIS_SUITE = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the numbers are those of torch 2.13"
 )
+
+
+@functools.cache
+def methods_of_the_suite() -> list[Method]:
+    return find_methods()
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -135,7 +141,7 @@ def _outputs() -> list[str]:
 
 @THIS_SUITE
 def test_every_test_of_the_suite_is_in_one_group() -> None:
-    methods = find_methods()
+    methods = methods_of_the_suite()
     sizes = Counter(method.group for method in methods)
     assert len({method.key for method in methods}) == len(methods) == 563
     assert [sizes[name] for name in COMPARED] == [
@@ -147,7 +153,7 @@ def test_every_test_of_the_suite_is_in_one_group() -> None:
 
 
 def test_a_helper_counts_as_what_the_test_does() -> None:
-    by_key = {method.key: method.group for method in find_methods()}
+    by_key = {method.key: method.group for method in methods_of_the_suite()}
     assert by_key["RpcTest.test_world_size_one"] == "rref"  # rpc.remote is in a helper's helper
     assert by_key["RpcTest.test_wait_all_workers_dense"] == "pure"
     assert group_of("RpcTest", "test_new", frozenset({"rpc.rpc_sync"})) == "pure"
@@ -155,7 +161,7 @@ def test_a_helper_counts_as_what_the_test_does() -> None:
 
 
 def test_the_sample_has_each_compared_group_and_nothing_left_out() -> None:
-    by_key = {method.key: method.group for method in find_methods()}
+    by_key = {method.key: method.group for method in methods_of_the_suite()}
     assert {group: [by_key[key] for key in keys] for group, keys in SAMPLE.items()} == {
         group: [group] * len(SAMPLE[group]) for group in COMPARED
     }
@@ -163,13 +169,13 @@ def test_the_sample_has_each_compared_group_and_nothing_left_out() -> None:
 
 
 def test_reasons_are_for_tests_that_exist_and_are_compared() -> None:
-    by_key = {method.key: method.group for method in find_methods()}
+    by_key = {method.key: method.group for method in methods_of_the_suite()}
     assert all(by_key[key] in COMPARED for key in NOT_APPLICABLE)
 
 
 def test_a_test_that_does_not_exist_is_named() -> None:
     with pytest.raises(SystemExit, match=r"no test 'RpcTest\.test_none'"):
-        choose(find_methods(), COMPARED, ["RpcTest.test_none"])
+        choose(methods_of_the_suite(), COMPARED, ["RpcTest.test_none"])
 
 
 CHAIN = """\
@@ -212,7 +218,7 @@ def test_a_hanging_rank_is_where_its_main_thread_waits() -> None:
 
 
 def test_the_table_counts_flaky_as_passed_and_puts_torch_beside() -> None:
-    methods = find_methods()
+    methods = methods_of_the_suite()
     tests = {
         "RpcTest.test_add": {"group": "pure", "result": "passed", "flaky": "rank 1: a | b"},
         "RpcTest.test_wait_all": {"group": "pure", "result": "timeout", "error": "no end"},
