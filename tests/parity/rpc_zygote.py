@@ -104,10 +104,9 @@ def _settle() -> None:
     import torch
 
     torch.manual_seed(0)  # it quotes the lines that called it, read from their files the first time
+    # What was imported is never torn down. A rank's own finalizers run.
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        each.atexit = (
-            False  # what was imported is never torn down, see above; a rank's own finalizers run
-        )
+        each.atexit = False
 
 
 # --- what is tested ------------------------------------------------------------------------------

@@ -159,3 +159,19 @@ def test_without_pidfds_a_signal_goes_to_a_living_process_only(
         with pytest.raises(ProcessLookupError):
             linux.pidfd_send_signal(fd, signal.SIGTERM, child.pid)
         assert child.wait() == -signal.SIGTERM
+
+
+def test_without_a_thread_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with sleeping() as child:
+        before = sorted(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuses)
+            with pytest.raises(OSError, match="can't start new thread"):
+                process_ends.descriptor(child.pid)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        with closing(process_ends.descriptor(child.pid)) as fd:
+            child.kill()
+            assert is_ready(fd, 10 * pace())

@@ -7,6 +7,7 @@ a second, since the kernel tells the end of a process to nobody but its parent.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -39,9 +40,10 @@ class _Pipe:
             pass  # it is closed
 
     def close(self) -> None:
-        if self._writing >= 0:
-            os.close(self._writing)
-        self._writing = -1
+        # Forgotten first: a fork meanwhile must not close whatever has the number by then.
+        writing, self._writing = self._writing, -1
+        if writing >= 0:
+            os.close(writing)
 
 
 _lock = forks.Lock()
@@ -74,7 +76,13 @@ def descriptor(pid: int) -> int:
         return pipe.reading
     with _lock:
         _watched[pipe] = pid, started
-        _wake_thread()
+        try:
+            _wake_thread()
+        except OSError:
+            del _watched[pipe]
+            pipe.close()
+            os.close(pipe.reading)
+            raise
     return pipe.reading
 
 
@@ -82,14 +90,14 @@ def _wake_thread() -> None:
     """Have the thread look; start it if it does not run."""
     global _wake  # noqa: PLW0603  of this process
     if _wake is not None:
-        os.write(_wake[1], b".")
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will look
+            os.write(_wake[1], b".")
         return
     with forks.opening():
         _wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         threading.Thread(target=_run, args=_wake, name="rally-process-ends", daemon=True).start()
     except RuntimeError as error:
-        _watched.clear()
         _close_wake()
         raise OSError(errno.EAGAIN, str(error)) from None
 
@@ -123,9 +131,9 @@ def _run(reading: int, _: int) -> None:
 
 def _close_wake() -> None:
     global _wake  # noqa: PLW0603  of this process
-    for fd in _wake or ():
+    fds, _wake = _wake, None  # forgotten first, as above
+    for fd in fds or ():
         os.close(fd)
-    _wake = None
 
 
 def _has_ended(pid: int, started: int) -> bool:
