@@ -130,7 +130,7 @@ def _run(reading: int, _: int) -> None:
 
 
 def _close_wake() -> None:
-    global _wake  # noqa: PLW0603  of this process
+    global _wake
     fds, _wake = _wake, None  # forgotten first, as above
     for fd in fds or ():
         os.close(fd)
