@@ -50,7 +50,7 @@ class Rehearsal:
         """Put everything back."""
         self._objects.put_back(self._saved)
         self._objects.drop_gradients(self._gradients)
-        self._objects.static_graphs.note_complete()
+        self._objects.static_graphs.note_rehearsed()
         # A first iteration does not count: DDP settles its layout, with all ranks, in the second one.
         self._objects.restore_layouts(self._layouts)
         if self._random is not None:

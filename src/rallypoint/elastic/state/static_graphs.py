@@ -51,6 +51,11 @@ class StaticGraphs:
         """A step is complete: what was learned in it is kept. Returns the modules whose first pass was in it."""
         return [net for net, each in self._graphs.items() if each.note_complete()]
 
+    def note_rehearsed(self) -> None:
+        """Steps were rehearsed. A first pass among them counts only if other ranks have made theirs."""
+        for each in self._graphs.values():
+            each.note_rehearsed()
+
     def forget(self, net: DistributedDataParallel) -> None:
         """All ranks have gone back to before the first pass of a module."""
         if net in self._graphs:
@@ -119,6 +124,11 @@ class StaticGraph:
         is_new = self._has_run and not self._is_known
         self._is_known = self._is_known or self._has_run
         return is_new
+
+    def note_rehearsed(self) -> None:
+        # In the rest of a void body, nobody has made it, and the map is this rank's alone: prepare() then renews the reducer.
+        if self._given is not None:
+            self.note_complete()
 
     def compare(self, known: dict[int, tuple[int, ...] | None]) -> None:
         """All ranks have met. ``known``: for each rank, the parameters that are not used, if it knows them."""
