@@ -467,8 +467,11 @@ class ForkServer:
                 return
             if ended is None:
                 return
-            pid, limits = ended.si_pid, self._cpu_limits(ended)
-            _, status, usage = os.wait4(pid, 0)
+            pid, cpu_limits = ended.si_pid, self._cpu_limits(ended)
+            try:
+                _, status, usage = os.wait4(pid, 0)
+            except ChildProcessError:
+                continue  # a child of a preloaded module, whose own thread was faster
             name = self._names.pop(pid, None)
             self._started.pop(pid, None)
             self._stores.discard(pid)
@@ -477,8 +480,8 @@ class ForkServer:
             if name is not None:  # else an adopted orphan
                 del self._pids[name]
                 told: Message = {"is": "exited", "name": name, "status": status}
-                if limits is not None:
-                    told["cpu"] = [usage.ru_utime + usage.ru_stime, *limits]
+                if cpu_limits is not None:
+                    told["cpu"] = [usage.ru_utime + usage.ru_stime, *cpu_limits]
                 self._report({**told, "at": clock.MONOTONIC.now()})
 
     def _cpu_limits(self, ended: Any) -> tuple[int | None, int | None] | None:
