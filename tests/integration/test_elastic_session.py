@@ -854,6 +854,43 @@ def test_what_a_loop_of_ones_own_draws_before_a_step_comes_again(tmp_path: Path)
     assert_same_end(ends, calm)
 
 
+def test_a_loop_of_ones_own_goes_on_at_a_step_that_others_have_completed(tmp_path: Path) -> None:
+    """Rank 2 skips the rest of step 2, and draws for step 3; when that fails, too, it draws the same again."""
+    begin, _, rest = LOOPS.partition("    for epoch in session.epochs(2):\n")
+    script = (
+        begin
+        + """
+    import time
+    me = dist.get_rank()
+    behind = {(2, 2), (3, 1), (3, 2)} if FAULTS else set()
+    while session.position < 6:
+        x = torch.randn(3, 4)
+        with session.step():
+            session.local.setdefault("seen", []).append([x.sum().item(), torch.rand(1).item()])
+            net(x).square().mean().backward()
+            fault("backward")
+            here = session.position, me
+            if here in behind:
+                # Until the next loss: this rank's step fails after the others' part of it.
+                behind.discard(here)
+                while not (FOLDER / f"fault {session.position - 2}").exists():
+                    time.sleep(0.01)
+                dist.all_reduce(torch.ones(1))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+        + rest[rest.index("    bits =") :]
+    )
+    _, calm = trained(tmp_path / "calm", [], script=script)
+    faults = [(2, 1, "backward"), (3, 0, "backward")]
+    done, ends = trained(tmp_path / "job", faults, script=script)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
+    assert [each["local"]["seen"] for each in ends[1:]] == [
+        each["local"]["seen"] for each in calm[1:]
+    ]
+
+
 # Steps in which no optimizer steps.
 SKIPS = """
 import sys

@@ -568,6 +568,9 @@ class Session:
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
+        if course.steps != before and not course.in_body:
+            # Other ranks have completed the step: the generators are those after it, if the next one is lost, too.
+            self._random_behind = RandomState.now()
         course.note_loss(before, is_task=self._is_task, goes_back=self._objects.keeps_snapshots)
         self._heed_resize()
         return True
