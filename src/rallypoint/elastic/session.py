@@ -568,8 +568,8 @@ class Session:
             self._heed_resize()
             self._renews = False
             course.go_back(self._keeping.before_batch())
-        if course.steps != before and not course.in_body:
-            # Other ranks have completed the step: the generators are those after it, if the next one is lost, too.
+        if not course.in_body:
+            # The generators are those behind the last complete step, also if the step that comes now is lost, too.
             self._random_behind = RandomState.now()
         course.note_loss(before, is_task=self._is_task, goes_back=self._objects.keeps_snapshots)
         self._heed_resize()
