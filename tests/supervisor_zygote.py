@@ -31,6 +31,9 @@ from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+MADV_COLLAPSE, HUGE_PAGE = 25, 1 << 21
+# Programs started before it is worth half a second to make forks cheaper.
+_FEW = 5
 # Loaded for fork servers only: what a supervisor does to its own modules does not affect these.
 _servers_modules: dict[str, types.ModuleType] = {}
 # What an interpreter has in sys.path besides its first entry, which depends on how it was started.
@@ -53,7 +56,9 @@ def main() -> NoReturn:
     torch_private.keep_operators_at_exit()
     collector.settle()
     gc.enable()
-    while True:
+    for count in itertools.count():
+        if count == _FEW:
+            _use_huge_pages()
         message, received, _, _ = socket.recv_fds(line, 1, 16)
         if not message:
             os._exit(0)
@@ -76,6 +81,19 @@ def main() -> NoReturn:
             os.close(fd)
         os.waitpid(pid, 0)
         line.send(b".")
+
+
+def _use_huge_pages() -> None:
+    """Move this process's memory to huge pages, if the kernel can: a fork, and its end, then touch far fewer entries."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    with open("/proc/self/maps") as file:
+        maps = [line.split() for line in file]
+    for addresses, access, *_, name in (each if len(each) > 5 else [*each, ""] for each in maps):
+        begin, end = (int(each, 16) for each in addresses.split("-"))
+        first, last = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        if access.startswith("rw") and name in {"", "[heap]"} and first < last:
+            libc.madvise(first, last - first, MADV_COLLAPSE)
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
