@@ -47,7 +47,8 @@ OTHER = .venv-$(notdir $(PYTHON))
 test-python:     ## tests that need no torch, with another Python: make test-python PYTHON=python3.13
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --constraint constraints.txt --constraint requirements-dev.txt \
-	    pytest pytest-timeout pytest-xdist hypothesis psutil cloudpickle cryptography etcd3gw
+	    pytest pytest-timeout pytest-xdist hypothesis psutil cloudpickle cryptography etcd3gw \
+	    numpy nvidia-ml-py prometheus_client
 	$(OTHER)/bin/pip install --quiet --no-deps --editable .
 	$(OTHER)/bin/python -m pytest -q -n 2 tests/unit tests/contract
 

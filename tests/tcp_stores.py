@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rallypoint.rendezvous.backends.native_store import StoreServer
+from rallypoint.rendezvous.backends.native_store import StoreServer, load
 from rallypoint.rendezvous.backends.tcpstore import TcpStore
 
 
@@ -12,6 +12,7 @@ class ServedStore(TcpStore):
     """The first connection to a server that ends with it."""
 
     def __init__(self, silence: float | None = None, listener: socket.socket | None = None) -> None:
+        load()  # without torch, this ends before there is a socket
         self.server = StoreServer(listener or socket.create_server(("127.0.0.1", 0)))
         super().__init__("127.0.0.1", self.server.port, silence=silence)
 

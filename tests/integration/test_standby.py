@@ -172,3 +172,19 @@ def test_a_silent_host_is_asked_until_the_silence_is_over(heard: float | None, l
         signs.at = MONOTONIC.now() - heard
     assert home._left_of_silence(Place("127.0.0.1", 1)) == pytest.approx(left, abs=0.05)
     home.close()
+
+
+def test_a_store_that_cannot_be_served_leaves_its_port_free() -> None:
+    port = closed_port()
+
+    def prepare(_: socket.socket) -> Callable[[], Server]:
+        raise RuntimeError("no fork server")
+
+    home = TcpHome(
+        [("127.0.0.1", port)], silence=5.0, is_host=True, say=lambda _: None, prepare=prepare
+    )
+    with pytest.raises(RuntimeError, match="no fork server") as raised:
+        home.connect(Deadline(PATIENCE), threading.Event())
+    socket.create_server(("127.0.0.1", port)).close()
+    assert raised.value.__traceback__ is not None, "its frames refer to the socket"
+    home.close()

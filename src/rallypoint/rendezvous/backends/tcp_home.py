@@ -276,11 +276,15 @@ class TcpHome:
         """Serve the store on a listening socket; a doorman answers until it is ready. ``node_id``: this node's, if known."""
         doorman = Doorman(listener)
         try:
-            serve = self._prepare(listener)
-        finally:
-            doorman.hand_on()
-        host, port = addresses.reached_at(listener), int(listener.getsockname()[1])
-        self._server = _Served(serve(), host, port, self._silence)
+            try:
+                serve = self._prepare(listener)
+            finally:
+                doorman.hand_on()
+            host, port = addresses.reached_at(listener), int(listener.getsockname()[1])
+            self._server = _Served(serve(), host, port, self._silence)
+        except BaseException:
+            listener.close()  # its port is free for another attempt, though a traceback may still refer to it
+            raise
         self._current = Place(host, port, node_id)
         return self._server.connect()
 
