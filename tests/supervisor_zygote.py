@@ -24,9 +24,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rallypoint._core import process, supervisor_line
+from rallypoint._core import collector, process, supervisor_line
 from rallypoint.launch import torch_private
-from rallypoint.launch.server import collector
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 

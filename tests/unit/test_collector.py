@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.launch.server import collector
+from rallypoint._core import collector
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_names_of_modules_lie_next_to_each_other_and_are_the_same() -> None:
     """In a program of its own: it changes ``sys.modules`` of the whole process."""
     program = """
 import email.mime.text, http.server, json, sys, unittest.mock, xml.dom.minidom
-from rallypoint.launch.server import collector
+from rallypoint._core import collector
 
 class Name(str): pass
 sys.modules[Name("odd")] = json

@@ -20,13 +20,12 @@ import cloudpickle
 
 from rallypoint._core import code_files
 
-from .torch_private import FIRST_STEP
-
 
 # Seconds allowed for one case, unless the caller says otherwise.
 LIMIT = 60.0
 # Seconds after which a collective gives up.
 GROUP_TIMEOUT = 30.0
+_IMPORTS = f"{__package__}.rank_imports"
 
 StartMethod = Literal["forkserver", "fork", "spawn"]
 
@@ -178,7 +177,7 @@ class Ranks:
 
     def _start(self) -> None:
         if self._context.get_start_method() == "forkserver":
-            self._context.set_forkserver_preload(["torch", "torch.distributed", FIRST_STEP])
+            self._context.set_forkserver_preload([_IMPORTS])
         # The ranks' FileStore removes this file.
         handle, meeting = tempfile.mkstemp(prefix="ranks-")
         os.close(handle)

@@ -50,7 +50,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rallypoint._core import clock, env as environment, limits, linux, process
+from rallypoint._core import clock, collector, env as environment, limits, linux, process
 from rallypoint._core.secret import adopt, from_descriptor, offer
 from rallypoint._core.stack_line import STACK_SIGNAL
 from rallypoint.launch import signals, torch_private
@@ -58,7 +58,7 @@ from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 from rallypoint.launch.worker.job import ASK_SIGNAL, WorkerFds, WorkerStart
 
-from . import collector, learning, store_host
+from . import learning, store_host
 from .channel import Channel, Message
 from .templates import Templates
 

@@ -34,11 +34,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rallypoint._core import env as environment, linux, process, supervisor_line
+from rallypoint._core import collector, env as environment, linux, process, supervisor_line
 from rallypoint.launch import signals
 from rallypoint.launch.worker import ending
 
-from . import collector, learning
+from . import learning
 from .channel import Channel, Message
 
 

@@ -34,13 +34,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from rallypoint._core import clock, env as environment, linux, process
+from rallypoint._core import clock, collector, env as environment, linux, process
 from rallypoint._core.secret import adopt, from_descriptor
 from rallypoint.launch import signals, torch_private
 from rallypoint.launch.config import Job, StartMethod
 from rallypoint.launch.worker import bootstrap, preloaded
 
-from . import collector, warm_key
+from . import warm_key
 from .channel import Channel, Message
 from .forkserver import ForkServer
 from .warm_lock import READY, WarmLock, uid_of_peer

@@ -1,4 +1,4 @@
-"""Python's garbage collector in processes that import what workers need, and fork them."""
+"""Python's garbage collector in processes that import much, and fork others."""
 
 from __future__ import annotations
 
