@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -18,8 +19,13 @@ from rallypoint._core.stack_line import (
     ASK_ENTERED,
     ASK_PLACE,
     THREAD,
+    TO,
+    question,
 )
 from rallypoint.control.line_lock import LINES
+
+
+_numbers = itertools.count(1)  # of questions
 
 
 def collectives(lines: Mapping[int, int], patience: float = 0.5) -> dict[int, list[Any]]:
@@ -66,11 +72,12 @@ def devices(lines: Mapping[int, int], patience: float) -> dict[int, list[dict[st
     return {pid: each for pid, each in found.items() if isinstance(each, list)}
 
 
-def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int, dict[str, Any]]:
+def _ask(lines: Mapping[int, int], kind: bytes, patience: float) -> dict[int, dict[str, Any]]:
     deadline = Deadline(patience)
     if not LINES.acquire(timeout=patience):
         return {}
     try:
+        number = next(_numbers)
         found: dict[int, dict[str, Any]] = {}
         waiting: dict[int, tuple[int, bytearray]] = {}
         poller = select.poll()
@@ -80,7 +87,7 @@ def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int
             while _read(fd):
                 pass  # an answer that came too late for an earlier question
             with contextlib.suppress(OSError):
-                os.write(fd, question)
+                os.write(fd, question(kind, number))
                 waiting[fd] = pid, bytearray()
                 poller.register(fd, select.POLLIN)
         while waiting and (ready := poller.poll((deadline.remaining() or 0.0) * 1000)):
@@ -88,17 +95,28 @@ def _ask(lines: Mapping[int, int], question: bytes, patience: float) -> dict[int
                 pid, received = waiting[fd]
                 data = _read(fd)
                 received += data
-                if data and not received.endswith(b"\n"):
+                answer = _answer_to(number, received)
+                if data and answer is None:
                     continue
                 poller.unregister(fd)
                 del waiting[fd]
-                with contextlib.suppress(ValueError):
-                    answer = json.loads(received)
-                    if isinstance(answer, dict):
-                        found[pid] = answer
+                if answer is not None:
+                    found[pid] = answer
         return found
     finally:
         LINES.release()
+
+
+def _answer_to(number: int, received: bytearray) -> dict[str, Any] | None:
+    """The answer to this question, if it has come. Removes the lines that have come whole."""
+    *lines, rest = received.split(b"\n")
+    received[:] = rest
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.get(TO) == number:
+                return answer
+    return None
 
 
 def _read(fd: int) -> bytes:

@@ -75,7 +75,7 @@ def _answer(fd: int, inode: int, named: threading.Event) -> None:
                 asked += more
             if not asked:
                 continue
-            answer: dict[str, object] = {}
+            answer: dict[str, object] = {stack_line.TO: stack_line.last_number(asked)}
             if stack_line.ASK_BEGUN in asked:
                 answer["begun"] = _begun()
             if stack_line.ASK_COLLECTIVES in asked:
