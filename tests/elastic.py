@@ -40,8 +40,10 @@ PORT = 29400
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE) -> T:
-    """The first true value of ``condition()``."""
+def wait_until(
+    condition: Callable[[], T], what: str, timeout: float = PATIENCE, every: float = 0.02
+) -> T:
+    """The first true value of ``condition()``, which is asked for after each ``every`` seconds."""
     end = time.monotonic() + timeout
     while True:
         value = condition()
@@ -49,7 +51,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE)
             return value
         if time.monotonic() > end:
             raise AssertionError(f"not within {timeout:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def listens(port: int) -> bool:

@@ -73,7 +73,7 @@ class Job:
             return look()
 
         try:
-            return wait_until(watched, what, 120)
+            return wait_until(watched, what, 120, every=PAUSE / 2)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output()}") from None
 

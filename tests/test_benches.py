@@ -23,6 +23,7 @@ LITTLE = {
     "fuzz_records.py": ["--records", "1000"],
     "fuzz_rpc.py": ["--frames", "2000"],
     "handlers.py": QUICK,
+    "gloo.py": QUICK,
     "hang_drill.py": ["--seeds", "1", "--only", "stuck read"],
     "join.py": QUICK,
     "launch.py": QUICK,

@@ -882,23 +882,30 @@ def ends(folder: Path) -> list[Any]:
     return [json.loads((folder / f"end {rank}").read_text()) for rank in range(2)]
 
 
-def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> None:
-    calm = job(tmp_path / "calm", [])
-    assert calm.returncode == 0, calm.stderr
-    assert calm.stderr == ""
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """How the ranks end if nothing happens to the job."""
+    folder = tmp_path_factory.mktemp("jobs") / "calm"
+    done = job(folder, [])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return ends(folder)
+
+
+def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path, calm: list[Any]) -> None:
     # The job recovers from the first loss in place; the second one costs all ranks their processes.
     lost = job(tmp_path / "lost", [[3, 0], [13, 1]], "--max-losses", "1", "--max-restarts", "1")
     assert lost.returncode == 0, lost.stderr
     assert (
         lost.stderr.count("training continues at step 10, from the checkpoint step-00000010") == 1
     )
-    assert ends(tmp_path / "lost") == ends(tmp_path / "calm")
+    assert ends(tmp_path / "lost") == calm
     assert (tmp_path / "lost" / "began").read_text().split() == ["0", "3", "10"]
     # The whole job is killed, and restarted by hand.
     killed = job(tmp_path / "killed", [[22, 0]], "--max-losses", "0")
     assert killed.returncode == 128 + signal.SIGKILL
     assert job(tmp_path / "killed", [[22, 0]]).returncode == 0
-    assert ends(tmp_path / "killed") == ends(tmp_path / "calm")
+    assert ends(tmp_path / "killed") == calm
     # And on another number of ranks: no sample twice, none left out.
     other = job(tmp_path / "other", [[17, 0]], "--max-losses", "0")
     assert other.returncode == 128 + signal.SIGKILL
@@ -916,8 +923,9 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("who", [101, 201], ids=["supervisor", "all processes"])
-def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path, who: int) -> None:
-    assert job(tmp_path / "calm", []).returncode == 0
+def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(
+    tmp_path: Path, calm: list[Any], who: int
+) -> None:
     stopped = job(tmp_path / "job", [[7, who]])
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
     told = re.search(
@@ -930,13 +938,12 @@ def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(tmp_path: Path, who:
     again = job(tmp_path / "job", [[7, who]])
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "job" / "began").read_text().split() == ["0", str(step)]
-    assert ends(tmp_path / "job") == ends(tmp_path / "calm")
+    assert ends(tmp_path / "job") == calm
 
 
 def test_an_elastic_job_whose_nodes_are_all_told_to_stop_takes_a_last_checkpoint(
-    tmp_path: Path,
+    tmp_path: Path, calm: list[Any]
 ) -> None:
-    assert job(tmp_path / "calm", []).returncode == 0
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "train.py").write_text(JOB)
@@ -966,7 +973,7 @@ def test_an_elastic_job_whose_nodes_are_all_told_to_stop_takes_a_last_checkpoint
     again = job(folder, [[7, 301]])
     assert again.returncode == 0, again.stderr
     assert (folder / "began").read_text().split() == ["0", told[1]]
-    assert ends(folder) == ends(tmp_path / "calm")
+    assert ends(folder) == calm
 
 
 @pytest.mark.long

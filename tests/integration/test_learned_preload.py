@@ -25,8 +25,11 @@ from ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-# Fork servers have these at once. What is to be learned is not among them.
-IMPORTS = supervisors.TORCH[:2]
+# Fork servers have these at once. What is to be learned is not among them, but half of what that imports in turn.
+IMPORTS = (
+    *supervisors.TORCH[:2],
+    *("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp"),
+)
 
 SCRIPT = """
 import json, os, sys, time

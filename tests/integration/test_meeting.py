@@ -1,7 +1,6 @@
 """How nodes first meet, and what they are told when they cannot: real supervisors on this machine."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +42,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def start(cluster: Cluster, name: str, *words: str, **more: object) -> Node:
-    if (
-        more
-    ):  # not a fork, so its fork server would have to import torch, which the script does without
+def start(cluster: Cluster, name: str, *words: str, **more: Any) -> Node:
+    if more and more.get("prefix", ("",))[0] != sys.executable:
+        # Not a fork, so its fork server would have to import torch, which the script does without.
         words = ("--start-method", "exec", *words)
     return cluster.start(name, *words, script=("script.py",), **more)
+
+
+def first(code: str) -> tuple[str, ...]:
+    """Words that run code before a command, in the same process: a fork of one that has all imports."""
+    follows = "import runpy, sys\ndel sys.argv[1:4]  # python -m rallypoint\n"
+    follows += "runpy.run_module('rallypoint', run_name='__main__', alter_sys=True)\n"
+    return (sys.executable, "-c", code + follows)
 
 
 def ran(cluster: Cluster, name: str) -> list[str]:
@@ -228,18 +234,19 @@ def listening(endpoint: str) -> bool:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_a_name_that_has_no_address_yet_is_looked_up_again(cluster: Cluster, given: bool) -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and util-linux for a file of hosts of its own")
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a file of hosts of its own")
     hosts = cluster.folder / "hosts"
     before = Path("/etc/hosts").read_text()
     hosts.write_text(before)
-    own_hosts = (
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        f'mount --bind {hosts} /etc/hosts && exec "$@"',
-        "-",
+    own_hosts = first(
+        "import ctypes\n"
+        "CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x00020000, 1 << 12, 1 << 14, 1 << 18\n"
+        "libc, flags = ctypes.CDLL(None), ctypes.c_ulong(MS_REC | MS_PRIVATE)\n"
+        "assert libc.unshare(CLONE_NEWNS) == 0\n"
+        "assert libc.mount(None, b'/', None, flags, None) == 0\n"
+        f"hosts = {os.fsencode(hosts)!r}\n"
+        "assert libc.mount(hosts, b'/etc/hosts', None, ctypes.c_ulong(MS_BIND), None) == 0\n"
     )
     port = free_port()
     where = ("--nnodes", "2", "--rdzv-endpoint", f"node0.train.test:{port}")
@@ -364,19 +371,15 @@ def test_a_rendezvous_that_a_program_registers_works_under_rally_run(cluster: Cl
     site.mkdir()
     (site / "meeting_room.py").write_text(PLUG_IN)
     # No package and no entry point: code that runs before the command registers it.
-    (site / "sitecustomize.py").write_text(
-        "import gc, sys\n"
-        "if 'run' in sys.orig_argv:\n"
-        "    gc.disable()  # collections are a third of the time that the import of torch takes\n"
-        "    import meeting_room\n"
-        "    from rallypoint.rendezvous import rendezvous_handler_registry as registry\n"
-        "    registry.register('meeting-room', meeting_room.create)\n"
+    registers = first(
+        "import meeting_room\n"
+        "from rallypoint.rendezvous import rendezvous_handler_registry as registry\n"
+        "registry.register('meeting-room', meeting_room.create)\n"
     )
     (cluster.folder / "room").mkdir()
     line = ("--nnodes", "2", "--rdzv-backend", "meeting-room", "--rdzv-conf", "colour=green")
     line += ("--rdzv-endpoint", str(cluster.folder / "room"))
-    # Started through another program, so that they are interpreters of their own, which load that code.
-    more = {"env": on_path(site), "prefix": ("env",)}
+    more = {"env": on_path(site), "prefix": registers}
     nodes = [start(cluster, f"n{i}", *line, **more) for i in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], cluster
     assert sorted(ran(cluster, node.name)[0] for node in nodes) == ["0", "1"]
@@ -387,9 +390,14 @@ def test_a_rendezvous_that_a_program_registers_works_under_rally_run(cluster: Cl
 
 def on_host(name: str) -> tuple[str, ...]:
     """Words that run a command with a host name of its own."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and util-linux for host names of their own")
-    return ("unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "-")
+    if os.geteuid() != 0:
+        pytest.skip("needs root for host names of their own")
+    return first(
+        "import ctypes, socket\n"
+        "CLONE_NEWUTS = 0x04000000\n"
+        "assert ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0\n"
+        f"socket.sethostname({name!r})\n"
+    )
 
 
 @pytest.fixture(params=["file", "etcd"])

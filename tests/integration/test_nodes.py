@@ -54,8 +54,9 @@ class Node:
     """One `rally run`, with its output in files (a full pipe must not stop it).
 
     Args:
-        prefix: words to start it through. It is an interpreter of its own then.
+        prefix: words to start it through. It is an interpreter of its own then, unless they are Python's.
         net: the name of the network namespace to run in.
+        host: its host name there.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class Node:
         env: dict[str, str],
         prefix: Sequence[str],
         net: str,
+        host: str,
     ) -> None:
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         self.process: Any
         with self.out.open("wb") as out, self.err.open("wb") as err:
             command = [*prefix, sys.executable, "-m", "rallypoint", "run", *words]
-            place = {"net": f"/run/netns/{net}", "host": socket.gethostname()} if net else {}
+            place = {"net": f"/run/netns/{net}", "host": host} if net else {}
             # In a session of its own, so that Ctrl-C at pytest does not reach it.
             self.process = Popen(
                 command,
@@ -113,9 +115,10 @@ def start(tmp_path: Path) -> Iterator[object]:
         env: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         net: str = "",
+        host: str = "",
     ) -> Node:
         full = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **(env or {})}
-        nodes.append(Node(tmp_path, name, words, full, prefix, net))
+        nodes.append(Node(tmp_path, name, words, full, prefix, net, host or socket.gethostname()))
         return nodes[-1]
 
     yield run
@@ -453,24 +456,32 @@ def test_the_main_node_of_a_batch_job_is_reached_though_it_is_not_told_its_addre
         assert len(found) == 1 and f"node {rank} of 2" in found[0]
 
 
+# A process that has been forked with all imports gets a file of hosts of its own, and becomes the command that follows.
+WITH_ITS_HOSTS = """
+import ctypes, runpy, sys
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x00020000, 1 << 12, 1 << 14, 1 << 18
+assert libc.unshare(CLONE_NEWNS) == 0, "unshare"
+assert libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None) == 0, "private mounts"
+hosts = sys.argv[1].encode()
+assert libc.mount(hosts, b"/etc/hosts", None, ctypes.c_ulong(MS_BIND), None) == 0, "bind"
+del sys.argv[1:5]  # and python -m rallypoint
+runpy.run_module("rallypoint", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture
-def two_debian_hosts(two_hosts) -> Iterator[list[tuple[str, ...]]]:
-    """Words that run a command on each of two hosts whose names resolve to 127.0.1.1, as Debian's installer sets them up."""
-    folders = [Path("/etc/netns", name) for name in two_hosts]
-    named = 'hostname "$0" && exec "$@"'
-    try:
-        for index, folder in enumerate(folders):
-            folder.mkdir(parents=True)
-            names = [f"10.77.0.{other + 1} host{other}" for other in (0, 1) if other != index]
-            lines = ["127.0.0.1 localhost", f"127.0.1.1 host{index}", *names]
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
-        yield [
-            ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, f"host{index}")
-            for index, name in enumerate(two_hosts)
-        ]
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+def two_debian_hosts(two_hosts, tmp_path: Path) -> list[dict[str, Any]]:
+    """What starts a node on each of two hosts whose names resolve to 127.0.1.1, as Debian's installer sets them up."""
+    found = []
+    for index, net in enumerate(two_hosts):
+        hosts = tmp_path / f"hosts-{index}"
+        names = [f"10.77.0.{other + 1} host{other}" for other in (0, 1) if other != index]
+        lines = ["127.0.0.1 localhost", f"127.0.1.1 host{index}", *names]
+        hosts.write_text("\n".join(lines) + "\n")
+        prefix = (sys.executable, "-c", WITH_ITS_HOSTS, str(hosts))
+        found.append({"prefix": prefix, "net": net, "host": f"host{index}"})
+    return found
 
 
 @pytest.mark.netns
@@ -482,9 +493,9 @@ def test_hosts_whose_names_lead_to_the_loopback_train_together(
         start(
             f"n{r}",
             *("--nnodes", "2", "--rdzv-endpoint", endpoint, "--nproc-per-node", "2", "probe.py"),
-            prefix=prefix,
+            **place,
         )
-        for r, prefix in enumerate(two_debian_hosts)
+        for r, place in enumerate(two_debian_hosts)
     ]
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].says() + nodes[1].says()
     assert {r["sum"] for node in nodes for r in node.records()} == {6.0}

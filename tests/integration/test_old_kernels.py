@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import supervisors
 from pace import pace
 from supervisors import RALLY
 
@@ -21,17 +22,30 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the filter knows x86-64's system calls"
 )
 
-OLD = [sys.executable, str(Path(__file__).parents[1] / "old_kernel.py")]
+TESTS = Path(__file__).parents[1]
+OLD = [sys.executable, str(TESTS / "old_kernel.py")]
+# The same for a process with all imports, which has not asked the kernel for anything yet.
+FORKED = f"""
+import runpy, sys
+sys.path.append({str(TESTS)!r})
+from old_kernel import refuse_new_calls
+refuse_new_calls()
+from rallypoint._core import linux
+assert not linux.has_pidfds()  # it keeps the answer
+runpy.run_module("rallypoint", run_name="__main__", alter_sys=True)
+"""
 SCRIPT = """
 import os, pathlib, signal, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+if attempt == "0":  # which ends before anything is imported
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 print(f"attempt {attempt}: rank {rank} of {int(total)}", flush=True)
-if attempt == "0" and rank == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
 while "wait" in os.environ:
     pathlib.Path(f"ready-{rank}").write_text(str(os.getpid()))
     time.sleep(0.1)
@@ -40,13 +54,16 @@ while "wait" in os.environ:
 
 def start(folder: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(SCRIPT)
-    return subprocess.Popen(
-        [*OLD, RALLY, "run", "--nproc-per-node", "2", *flags, "train.py"],
+    cold = "exec" in flags
+    program = [*OLD, RALLY] if cold else [sys.executable, "-c", FORKED]
+    return supervisors.Popen(
+        [*program, "run", "--nproc-per-node", "2", *flags, "train.py"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        forked=not cold,
     )
 
 

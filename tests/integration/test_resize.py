@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ import psutil
 import pytest
 import torch
 
-from resized_job import Job
+from resized_job import PAUSE, Job
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-SAMPLES, BATCH, EPOCHS = 900, 12, 2
+SAMPLES, BATCH, EPOCHS = 336, 12, 2
 # Newcomers meet the others while those train: this is far enough for that, and before the end.
-FAR, BEYOND = 130, 1 << 20
+FAR, BEYOND = 50, 1 << 20
 SCRIPT = """
 import json, os, pathlib, sys, time
 import torch
@@ -31,7 +33,7 @@ from torch.utils.data import DataLoader
 from rallypoint import elastic
 
 folder, samples, batch_size, epochs = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:5])
-PAUSE = float(os.environ["PAUSE"])
+PAUSE = 3 * float(os.environ["PAUSE"])  # FAR is only a few steps away
 torch.manual_seed(0)
 torch.set_num_threads(1)
 if (folder / "fails").exists():
@@ -44,7 +46,7 @@ net = DistributedDataParallel(torch.nn.Linear(4, 1).double())
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 sampler = elastic.Sampler(samples, batch_size=batch_size, seed=3)
 loader = DataLoader(range(samples), batch_sampler=sampler)
-kept = {"checkpoint": folder / "checkpoints", "checkpoint_every": 10} if "--checkpoints" in sys.argv else {}
+kept = {"checkpoint": folder / "checkpoints", "checkpoint_every": 4} if "--checkpoints" in sys.argv else {}
 session = elastic.session(net, optimizer, **kept)
 sizes = []
 session.on_resize(lambda before, now: sizes.append([before, now]), in_place="--fixed" not in sys.argv)
@@ -148,17 +150,17 @@ def test_a_session_goes_on_without_a_lost_node_and_with_one_that_joins(
 ) -> None:
     """The first node serves the job's store; one of the nodes, with rank 0, serves the workers' store."""
     it = job(2, 3)
-    it.hold_at(20)
+    it.hold_at(8)
     for _ in range(3):
         it.start()
-    it.wait(lambda: list(it.steps().values()).count(20) == 6, "six ranks train")
+    it.wait(lambda: list(it.steps().values()).count(8) == 6, "six ranks train")
     before = set(it.steps())
     it.kill(it.nodes[lost])
-    it.hold_at(40)
-    it.wait(lambda: list(it.steps().values()).count(40) == 4, "four ranks go on")
+    it.hold_at(16)
+    it.wait(lambda: list(it.steps().values()).count(16) == 4, "four ranks go on")
     survivors = set(it.steps())
     assert survivors < before, it.output()
-    assert {each["size"] for each in it.told() if each["step"] == 39} == {4}
+    assert {each["size"] for each in it.told() if each["step"] == 15} == {4}
     it.start()
     it.hold_at(FAR)
     it.wait(lambda: len(it.steps()) == 6, "six ranks again")
@@ -207,24 +209,24 @@ def test_checkpoints_are_those_of_the_ranks_that_are_there(
 ) -> None:
     it = job(1, 2)
     it.words.append("--checkpoints")
-    it.hold_at(15)
+    it.hold_at(6)
     it.start()
     it.start()
-    it.wait(lambda: len(it.at(15)) == 4, "four ranks train")
+    it.wait(lambda: len(it.at(6)) == 4, "four ranks train")
     it.kill(next(node for node in it.nodes if rank_0_is_on(node, it)))
-    it.hold_at(35)
-    it.wait(lambda: len(it.at(35)) == 2, "two ranks go on")
+    it.hold_at(14)
+    it.wait(lambda: len(it.at(14)) == 2, "two ranks go on")
 
     def ranks_of(step: int) -> int | None:
         record = tmp_path / "checkpoints" / f"step-{step:08d}" / "checkpoint.json"
         return json.loads(record.read_text())["ranks"] if record.exists() else None
 
-    it.wait(lambda: ranks_of(30), "the checkpoint of step 30")
-    assert ranks_of(30) == 2
+    it.wait(lambda: ranks_of(12), "the checkpoint of step 12")
+    assert ranks_of(12) == 2
     it.start()
     it.hold_at(FAR)
     it.wait(lambda: len(it.steps()) == 4, "four ranks again")
-    reached = max(it.steps().values()) // 10 * 10 + 20
+    reached = max(it.steps().values()) // 4 * 4 + 8
     it.wait(lambda: ranks_of(reached), "another checkpoint")
     assert ranks_of(reached) == 4
     it.go_on()
@@ -261,10 +263,10 @@ def test_a_preempted_node_leaves_and_the_others_go_on(
 def test_a_node_whose_workers_fail_leaves_and_others_may_come(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    it = job(1, 3)
-    it.hold_at(20)
+    it = job(1, 3, conf="lease=10,last_call_timeout=1")  # the first one begins alone
+    it.hold_at(8)
     it.start()
-    it.wait(lambda: len(it.at(20)) == 2, "two ranks train")
+    it.wait(lambda: len(it.at(8)) == 2, "two ranks train")
     before = set(it.steps())
     (tmp_path / "fails").touch()
     assert it.start().wait(60) == 1
@@ -276,8 +278,8 @@ def test_a_node_whose_workers_fail_leaves_and_others_may_come(
     )
     assert told, it.output()
     (tmp_path / "fails").unlink()
-    it.hold_at(40)
-    it.wait(lambda: len(it.at(40)) == 2, "two ranks go on")
+    it.hold_at(16)
+    it.wait(lambda: len(it.at(16)) == 2, "two ranks go on")
     it.start()
     it.hold_at(FAR)
     it.wait(lambda: len(it.steps()) == 4, "four ranks train")
@@ -319,13 +321,13 @@ def test_a_script_that_counts_on_its_rank_starts_again(
 ) -> None:
     it = job(1, 2)
     it.words.append("--fixed")
-    it.hold_at(10)
+    it.hold_at(4)
     for _ in range(2):
         it.start()
-    it.wait(lambda: list(it.steps().values()).count(10) == 4, "four ranks train")
+    it.wait(lambda: list(it.steps().values()).count(4) == 4, "four ranks train")
     before = set(it.steps())
     it.kill(it.nodes[1])
-    it.wait(lambda: before.isdisjoint(it.steps()) and len(it.at(10)) == 2, "two other ranks train")
+    it.wait(lambda: before.isdisjoint(it.steps()) and len(it.at(4)) == 2, "two other ranks train")
     it.go_on()
     it.nodes[0].wait(120)
     check_end(tmp_path)
@@ -337,10 +339,12 @@ def test_steps_under_way_are_repeated_with_their_samples_shared_anew(
     """Nodes are lost and arrive while steps run, at any moment."""
     it = job(1, 3)
     it.hold_at(BEYOND)
+    draws = random.Random(0)
     for _ in range(3):
         it.start()
     for number in range(1, 6):
-        it.wait(lambda step=25 * number: len(it.at(step)) >= 2, "some ranks train")
+        it.wait(lambda step=9 * number: len(it.at(step)) >= 2, "some ranks train")
+        time.sleep(draws.uniform(0, 4 * PAUSE))  # or all is done right behind a step
         living = [node for node in it.nodes if node.poll() is None]
         if number % 2:
             it.kill(living[number % len(living)])

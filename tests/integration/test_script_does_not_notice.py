@@ -1031,13 +1031,16 @@ SETS_WHAT_IS_NOT_APPLIED = (
     "handlers = [each.root_dir for each in torch._logging._internal.trace_log.handlers]\n"
     "print(f is pathlib.Path, handlers == [os.getcwd() + '/trace'])\n"
 )
-# Runs scripts one after another, each in a fork that has not imported torch. Their output goes into files.
+# Runs scripts one after another, each in a fork that has not imported torch. Their output goes into files. The
+# first argument is a folder that has an empty torch: for scripts that only need tqdm, which torch then does not import.
 EACH_IN_A_FORK = """
 import os, sys
 rank = os.environ.get("RANK", "0")
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     pid = os.fork()
     if pid == 0:
+        if sys.argv[1] and name != "sets_torch.py":
+            sys.path.insert(1, sys.argv[1])
         for number, stream in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{name}.{rank}.{stream}", os.O_WRONLY | os.O_CREAT), number)
         sys.argv = [name]
@@ -1061,13 +1064,15 @@ class Setters:
             names, ranks = [*SETTERS], 1
             if how == "forkserver":
                 names, ranks = [*names, "not_applied.py"], 2
+            # What tqdm does in a plain process does not depend on who imports it first.
+            stub = str(self._stub_torch) if how == PYTHON else ""
             probe = Probe(
                 files={
                     **SETTERS,
                     "not_applied.py": SETS_WHAT_IS_NOT_APPLIED,
                     "all.py": EACH_IN_A_FORK,
                 },
-                target=["all.py", *names],
+                target=["all.py", stub, *names],
                 flags=["--nproc-per-node", str(ranks)],
                 keep=[f"{n}.{r}.{s}" for n in names for r in range(ranks) for s in ("out", "err")],
                 real_torch=True,

@@ -169,7 +169,7 @@ def callees() -> Iterator[Callee]:
             "_new_process_group_helper",
             "group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options, timeout,"
             " pg_tag, device_id, group_desc",
-            "at_first_group",
+            "around_groups",
         ),
     ):
         yield Callee(owner, name, parameters, launch + ours)
@@ -627,11 +627,11 @@ AT_EXIT = "import os, sys; sys.stdout.flush(); os._exit(0)"
 def test_torch_records_collectives_over_gloo() -> None:
     script = f"""
 {BEFORE_TORCH}
-import time, torch, torch.distributed as dist
+import contextlib, time, torch, torch.distributed as dist
 from rallypoint._core import flight_records
 from rallypoint.launch import torch_private
 started = []
-torch_private.at_first_group(lambda: started.append(1))
+torch_private.around_groups(lambda: started.append(1), contextlib.nullcontext)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 assert started == [1]
 dist.all_reduce(torch.ones(2))

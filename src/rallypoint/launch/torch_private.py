@@ -17,6 +17,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from traceback import TracebackException
 from types import FrameType
 from typing import Any
@@ -47,23 +48,31 @@ LEARNABLE = (
 # -- what a rank's collectives are ---------------------------------------------------------------------------
 
 
-def at_first_group(call: Callable[[], None]) -> None:
-    """Run ``call`` once, right before this process creates its first process group. Does nothing if torch is not imported yet."""
+def around_groups(
+    at_first: Callable[[], None], around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Have this process create its process groups in a context, and call a function before the first one.
+
+    Does nothing if torch is not imported yet.
+
+    Args:
+        at_first: called once, right before the first group is created.
+        around: makes the context, in which a group's threads start.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     create = getattr(c10d, "_new_process_group_helper", None)
     if create is None:
         return
-    waiting = [call]
+    waiting = [at_first]
 
     @functools.wraps(create)
-    def first(*args: Any, **more: Any) -> Any:
-        if c10d._new_process_group_helper is first:
-            c10d._new_process_group_helper = create
+    def create_in_context(*args: Any, **more: Any) -> Any:
         if waiting:
             waiting.pop()()
-        return create(*args, **more)
+        with around():
+            return create(*args, **more)
 
-    c10d._new_process_group_helper = first
+    c10d._new_process_group_helper = create_in_context
 
 
 def begin_flight_recorder(calls: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from rallypoint._core import code_files
+from rallypoint._core import code_files, scheduling
 
 
 # Seconds allowed for one case, unless the caller says otherwise.
@@ -212,9 +212,11 @@ def _rank(pipe: Connection, rank: int, world_size: int, meeting: str, timeout: f
 
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-    )
+    limit = timedelta(seconds=timeout)
+    with scheduling.batch_threads():
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+        )
     with contextlib.suppress(EOFError, OSError):
         while True:
             work = pipe.recv_bytes()

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rallypoint._core import env as environment, linux
+from rallypoint._core import env as environment, linux, scheduling
 from rallypoint.elastic import torch_private
 from rallypoint.errors import ElasticError
 
@@ -52,7 +52,8 @@ class GlooDevice:
         # Inodes, not descriptors: an older device may end meanwhile, and its descriptor numbers be reused. Another thread
         # may open sockets at the same moment, but only Gloo's epoll instance watches a listener as soon as it exists.
         before = _sockets()
-        self.handle = torch_private.gloo_device(interface)
+        with scheduling.batch_threads():
+            self.handle = torch_private.gloo_device(interface)
         new = _sockets() - before
         self._epolls = [
             epoll

@@ -27,6 +27,7 @@ from rallypoint._core import (
     env as environment,
     process,
     rank_watch,
+    scheduling,
     secret,
     stack_line,
     supervisor_line,
@@ -159,7 +160,7 @@ def run_forked(
     _own_state()
     fds = worker.fds.out_of_the_way()
     supervisor_line.hold(fds.line)
-    _tell_collectives(fds.questions)
+    _watch_groups(fds.questions)
     streams.make_live(job)
     process.set_title(_title(job))
     if call is not None:
@@ -237,8 +238,8 @@ def _own_state() -> None:
     torch_private.begin_now()
 
 
-def _tell_collectives(fd: int) -> None:
-    """Once there is a process group, report its collectives to the supervisor on request."""
+def _watch_groups(fd: int) -> None:
+    """Once there is a process group, report its collectives to the supervisor on request. Gloo's threads wait their turn."""
     own_pid = os.getpid()
 
     def start() -> None:
@@ -247,7 +248,7 @@ def _tell_collectives(fd: int) -> None:
         if os.getpid() == own_pid:  # not in a child that the script has forked
             collective_thread.start(fd)
 
-    torch_private.at_first_group(start)
+    torch_private.around_groups(start, scheduling.batch_threads)
 
 
 def _fresh_main(job: Job) -> None:
