@@ -44,6 +44,7 @@ TABLE = [
     (Says.PEER_LOST, "torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed."),
     (Says.PEER_LOST, "rallypoint.errors.PeerLost", "worker 'b' is gone"),
     (Says.CONNECTION, "ConnectionResetError", "[Errno 104] Connection reset by peer"),
+    (Says.CONNECTION, "ConnectionError", "rank 1 has hung up"),
     (Says.CONNECTION, "BrokenPipeError", "[Errno 32] Broken pipe"),
     (Says.CONNECTION, "EOFError", ""),
     (Says.CAUSE, "EOFError", "Ran out of input"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from rallypoint._core import near_words
 from rallypoint._core.whole_numbers import is_whole
 from rallypoint.errors import ConfigError
 
@@ -57,9 +57,9 @@ ARGUMENTS = (
 def check_kwargs(kwargs: dict[str, Any], *, own_hooks: bool) -> None:
     """Refuse unknown keyword arguments, unless a Joinable of the user's own has a hook that may take them."""
     for name, value in kwargs.items():
-        near = get_close_matches(name, ARGUMENTS, 1, 0.8)
+        near = near_words.nearest(name, ARGUMENTS, cutoff=0.8)
         if name != TORCH_KWARG and (near or not own_hooks):
-            hint = f"did you mean {near[0]}?" if near else f"Join takes {', '.join(ARGUMENTS)}"
+            hint = f"did you mean {near}?" if near else f"Join takes {', '.join(ARGUMENTS)}"
             raise ConfigError(
                 name, value, "Join has no such argument, and no joinable of your own takes it", hint
             )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import rallypoint
-from rallypoint._core import env as environment, standard_streams
+from rallypoint._core import env as environment, near_words, standard_streams
 from rallypoint.errors import ConfigError, RallyError
 
 
@@ -168,14 +168,12 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _no_such_command(words: list[str]) -> ConfigError:
-    import difflib
-
     command = words[0]
     if command.startswith("-") or os.path.exists(command):
         hint = "did you mean: rally run " + " ".join(words)[:60]
     else:
-        near = difflib.get_close_matches(command, _COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_COMMANDS)}"
+        near = near_words.nearest(command, _COMMANDS)
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(_COMMANDS)}"
     return ConfigError("command", command, "no such command", hint)
 
 

@@ -5,12 +5,11 @@ Construction validates and touches nothing; :meth:`MultiprocessConfig.resolve` a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from rallypoint._core import addresses
+from rallypoint._core import addresses, near_words
 from rallypoint.errors import ConfigError
 
 from .config import StartMethod
@@ -109,12 +108,12 @@ class MultiprocessConfig:
         self._check_init_method()
         self._check_degrees()
         if self.launch_method not in LAUNCH_METHODS:
-            near = difflib.get_close_matches(str(self.launch_method), LAUNCH_METHODS, n=1)
+            near = near_words.nearest(str(self.launch_method), LAUNCH_METHODS)
             raise ConfigError(
                 "launch_method",
                 self.launch_method,
                 f"expected one of {', '.join(LAUNCH_METHODS)}",
-                f"did you mean {near[0]}?" if near else "",
+                f"did you mean {near}?" if near else "",
             )
 
     def _check_init_method(self) -> None:

@@ -13,12 +13,12 @@ the separate group: a package in it promises to be cheap to import.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rallypoint._core import near_words
 from rallypoint._core.plug_ins import declared, where
 from rallypoint.errors import ConfigError, RendezvousError
 
@@ -179,8 +179,8 @@ def load(point: EntryPoint, is_right: Callable[[Any], bool], expected: str) -> A
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """A hint that names the nearest of the known words, if one is near."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
+    near = near_words.nearest(word, known)
+    return f"did you mean {near}?" if near else ""
 
 
 def _descriptor(point: EntryPoint) -> Backend:

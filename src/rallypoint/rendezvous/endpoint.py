@@ -12,12 +12,12 @@ The schemes are the backends'; no host or file is looked up here.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 from collections.abc import Sequence
 from urllib.parse import unquote
 
+from rallypoint._core import near_words
 from rallypoint.errors import ConfigError
 
 from .backend import Backend, Endpoint, HostPort, Scheme, encode
@@ -119,8 +119,8 @@ def _known_scheme(word: str, backends: Sequence[Backend], schemes: dict[str, Sch
         for each in one.schemes:
             if word in each.mistaken:
                 meant = each
-    if meant is None and (near := difflib.get_close_matches(word, schemes, n=1)):
-        meant = schemes[near[0]]
+    if meant is None and (near := near_words.nearest(word, schemes)):
+        meant = schemes[near]
     ask = f"; did you mean {meant.name}://?" if meant else ""
     raise _Problem(
         f"no scheme {word}:// (known: {', '.join(sorted(schemes))}){ask}",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.errors import ConfigError
 
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from opentelemetry.sdk.trace import TracerProvider
 
 
@@ -73,6 +74,10 @@ def shut_down(provider: TracerProvider) -> None:
 
 
 def _find(name: str, shown: str) -> EntryPoint:
+    from importlib.metadata import (
+        entry_points,  # costs every supervisor 50 ms and 2.5 MiB, if imported above
+    )
+
     known = {each.name: each for each in entry_points(group=_GROUP)}
     for each in (name, *_MEANT.get(name, ())):
         if each in known:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rallypoint._core import near_words
 from rallypoint.errors import ConfigError
 
 from .flags import BY_NAME, FLAGS, Flag
@@ -107,14 +107,13 @@ def find(name: str) -> Flag:
 def _nearest(word: str) -> str | None:
     """The flag most like ``word``, written without the dashes that all share, or None if none is."""
     known = [flag.name.removeprefix("--") for flag in FLAGS] + ["help"]
-    near = difflib.get_close_matches(word, known, n=1)
-    if near:
-        return near[0]
+    if near := near_words.nearest(word, known):
+        return near
     # A misspelt abbreviation: `nprc` is near the beginning of nproc-per-node. Stricter, since
     # beginnings are short and many.
     beginnings = {name[: len(word) + 1]: name for name in reversed(known)}
-    near = difflib.get_close_matches(word, beginnings, n=1, cutoff=0.8)
-    return beginnings[near[0]] if near else None
+    near = near_words.nearest(word, beginnings, cutoff=0.8)
+    return beginnings[near] if near else None
 
 
 def resolve(given: Given, env: Mapping[str, str]) -> tuple[dict[str, str | None], dict[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shutil
 import stat
 from pathlib import Path
 
+from rallypoint._core import near_words
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import Job, TargetKind
 
@@ -113,7 +113,7 @@ def _nearest_file(path: Path) -> str:
         there = sorted(item.name for item in path.parent.iterdir() if item.suffix in kinds)
     except (OSError, ValueError):
         return f"there is no folder {path.parent}"
-    near = difflib.get_close_matches(path.name, there, n=1)
+    near = near_words.nearest(path.name, there)
     if near:
-        return f"did you mean {path.parent / near[0]}?"
+        return f"did you mean {path.parent / near}?"
     return f"looked in {path.parent.absolute()}"

@@ -64,7 +64,7 @@ _CONNECTION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to connect", re.IGNORECASE
 )
 _CONNECTION_TYPES = {"ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError"}
-_CONNECTION_TYPES |= {"ConnectionAbortedError"}
+_CONNECTION_TYPES |= {"ConnectionAbortedError", "ConnectionError"}
 # Types that multi-process libraries raise, and text that only such a library produces, whatever type carries it. An error
 # of another type that sounds like a lost peer comes from a client of a database or a web service, or from a setting.
 _GENERAL_TYPES = {

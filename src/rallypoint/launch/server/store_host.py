@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from rallypoint._core import process
@@ -83,6 +82,8 @@ def _store_class() -> Any:
 def _serve(store_class: Any, listen_fd: int, port: int, what: str) -> object:
     # A TCPStore server also connects to itself as a client. Without name servers c10d cannot resolve
     # its peers' names, and warns; users do not need that warning.
+    from datetime import timedelta
+
     try:
         with socket.socket(fileno=os.dup(listen_fd)) as listener:
             host = reached_at(listener)

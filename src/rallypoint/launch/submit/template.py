@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import string
 from collections.abc import Mapping
 
+from rallypoint._core import near_words
 from rallypoint.errors import ConfigError
 
 
@@ -37,9 +37,9 @@ def fill(text: str, fields: Mapping[str, str], shown: str) -> str:
             raise ConfigError(place, line.strip(), "a $ without a field", "write $$ for a $")
         for name in template.get_identifiers():
             if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
+                near = near_words.nearest(name, fields)
                 known = f"known: {', '.join(sorted(fields))}"
-                hint = f"did you mean ${near[0]}?" if near else f"write $${name} for the shell's"
+                hint = f"did you mean ${near}?" if near else f"write $${name} for the shell's"
                 raise ConfigError(place, f"${name}", f"no such field ({known})", hint)
         filled = template.substitute(fields)
         if filled.strip() or not line.strip():

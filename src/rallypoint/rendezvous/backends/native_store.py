@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rallypoint._core import addresses, env as environment, forks, resolver
 from rallypoint.errors import RendezvousConnectionError
 
 from .tcpstore import REPLY_TIMEOUT, TcpStore, break_on_silence
 
+
+if TYPE_CHECKING:
+    from datetime import timedelta
 
 # Without this lock, two threads that each set and restore the variable could leave it changed.
 _loading = forks.Lock()
@@ -59,8 +61,14 @@ def client(store: TcpStore, timeout: float) -> Any:
     made = _connected(resolver.numeric(store.host, store.port), store.port, REPLY_TIMEOUT, None)
     if store.silence is not None:
         _watch(made, store.silence)
-    made.set_timeout(timedelta(seconds=timeout))
+    made.set_timeout(_seconds(timeout))
     return made
+
+
+def _seconds(number: float) -> timedelta:
+    from datetime import timedelta  # a supervisor, which makes neither, need not keep it in memory
+
+    return timedelta(seconds=number)
 
 
 def load() -> None:
@@ -89,7 +97,7 @@ def _connected(host: str, port: int, timeout: float, listener: socket.socket | N
                 port,
                 None,
                 is_master=listener is not None,
-                timeout=timedelta(seconds=timeout),
+                timeout=_seconds(timeout),
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
                 use_libuv=True,  # our client relies on how this server answers
