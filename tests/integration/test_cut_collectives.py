@@ -110,7 +110,10 @@ if rank == 2:
 if rank == 1:
     work = gloo.gather([], [message], options)
     time.sleep(60)
-time.sleep(0.5)  # by now Gloo has noticed that rank 2 is gone
+try:
+    gloo.recv([torch.ones(1)], 2, 0).wait()
+except RuntimeError:
+    pass  # Gloo has noticed that rank 2 is gone
 work = gloo.gather([[torch.zeros(1 << 20) for _ in range(3)]], [message], options)
 try:
     work.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import resource
 import socket
 from typing import Any
 
@@ -213,7 +214,7 @@ def test_a_large_buffer_is_received_where_it_stays() -> None:
     while rest:
         space = parser.space()
         count = min(len(space), len(rest))
-        if space.obj is not parser._buffer and count > OVERHEAD:
+        if space.obj is not parser._view.obj and count > OVERHEAD:
             direct += count
         space[:count] = rest[:count]
         rest = rest[count:]
@@ -321,3 +322,35 @@ def test_a_long_record_lies_in_its_page_as_its_content_does(at: int) -> None:
     distance = address_of(record[LENGTH.size :]) - address_of(memory[at:])
     assert distance % 4096 == 0
     assert len(record) == MOST + OVERHEAD
+
+
+def test_only_large_records_take_memory_that_is_worth_keeping() -> None:
+    """A tensor of a few KiB must not pay for pages that the largest record needs."""
+    asked: list[int] = []
+
+    def allocate(size: int) -> bytearray:
+        asked.append(size)
+        return bytearray(size)
+
+    sealer, data = Sealer(keys(), allocate), memoryview(bytearray(2 * MOST))
+    for size in (SHORT + 1, 20_000, 8192):
+        sealer.long([data[:size]])
+        sealer.release()
+    assert asked == []
+    sealer.long([data[:MOST]])
+    sealer.long([data[:MOST]])
+    assert [size >= MOST + OVERHEAD for size in asked] == [True]
+
+
+def test_an_idle_connection_takes_few_pages() -> None:
+    with open("/proc/self/statm") as statm:
+        before = int(statm.read().split()[1])
+        parsers = [SealedParser(keys()) for _ in range(50)]
+        for each in parsers:
+            record = Sealer(keys()).short(b"".join(encode(1, 1, b"abc", [])))
+            space = each.space()
+            space[: len(record)] = record
+            assert len(each.received(len(record))) == 1
+        statm.seek(0)
+        pages = int(statm.read().split()[1]) - before
+    assert pages * resource.getpagesize() < 50 * (64 << 10)

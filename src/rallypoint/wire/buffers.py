@@ -1,8 +1,9 @@
-"""Where a buffer's bytes are, and copies from one to another."""
+"""Memory for buffers, where a buffer's bytes are, and copies from one to another."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +46,11 @@ _release_buffer.restype = None
 Memory = ctypes.Array[ctypes.c_ubyte]
 
 Move = Callable[[int, int, int], object]
+
+
+def on_demand(size: int) -> mmap.mmap:
+    """Memory that the kernel provides page by page, when it is first written to."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def copy_into(view: memoryview, source: Buffer, move: Move = ctypes.memmove) -> None:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from rallypoint.errors import MessageTooLarge, ProtocolError
 
+from .buffers import on_demand
+
 
 HEADER = struct.Struct("<IBBHQII")
 DESCRIPTOR = struct.Struct("<QQII")
@@ -163,7 +165,6 @@ class FrameParser:
 
     __slots__ = (
         "_allocate",
-        "_buffer",
         "_end",
         "_frame",
         "_limits",
@@ -185,8 +186,8 @@ class FrameParser:
         self._allocate = allocate
         # Larger frames and descriptors are received into memory of their own.
         self._most = READ_SIZE
-        self._buffer = bytearray(READ_SIZE + spare)
-        self._view = memoryview(self._buffer)
+        # Most connections carry small frames only, which need the first of its pages.
+        self._view = memoryview(on_demand(READ_SIZE + spare))
         self._start = 0
         self._end = 0
         # An incomplete frame whose header is known, and the memory that is being filled.

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from .buffers import on_demand
+
 
 # Smaller ones come from malloc, which reuses memory itself.
 LEAST = 256 * 1024
@@ -65,7 +67,7 @@ class Recycler:
             if memory is not None:
                 self._kept -= room
         if memory is None:
-            memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = on_demand(room)
         self._lent += 1
         lent = _array_class(room).from_buffer(memory)
         weakref.finalize(lent, self._take_back, memory, room).atexit = False

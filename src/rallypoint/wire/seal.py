@@ -45,6 +45,8 @@ OVERHEAD: Final = LENGTH.size + TAG_BYTES
 # The most bytes of content in a record. With more, it would not stay in a core's cache until it is sent.
 MOST: Final = 768 * 1024
 _PAGE: Final = 4096
+# Memory of up to this many bytes comes from malloc, which reuses it without clearing pages.
+_MODERATE: Final = 96 * 1024
 # Up to this many bytes, BLAKE2b alone is faster than with a bulk value.
 SHORT: Final = 4096
 
@@ -125,13 +127,19 @@ class Seal:
 
 
 class Sealer:
-    """Makes records."""
+    """Makes records.
 
-    __slots__ = ("_at", "_memory", "_seal")
+    Args:
+        keys: those of this direction.
+        allocate: returns writable memory of at least this many bytes, for large records.
+    """
 
-    def __init__(self, keys: Keys) -> None:
+    __slots__ = ("_allocate", "_at", "_memory", "_seal")
+
+    def __init__(self, keys: Keys, allocate: Callable[[int], Buffer] = bytearray) -> None:
         self._seal = Seal(keys)
-        self._memory: memoryview | None = None
+        self._allocate = allocate
+        self._memory = memoryview(b"")
         self._at = 0  # its address
 
     def short(self, content: Piece) -> bytes:
@@ -143,8 +151,14 @@ class Sealer:
 
         The parts are copied first, so that the tag matches even if their owner writes to them meanwhile.
         """
-        if self._memory is None:
-            self._memory = memoryview(bytearray(MOST + OVERHEAD + _PAGE))
+        size = sum(map(len, parts))
+        room = size + OVERHEAD + _PAGE
+        if room > len(self._memory):
+            if room > _MODERATE:
+                # The first one of a large message, in most cases. Fresh pages cost more than the rest of a record.
+                self._memory = memoryview(self._allocate(MOST + OVERHEAD + _PAGE))
+            else:
+                self._memory = memoryview(bytearray(room))
             self._at = address_of(self._memory)
         # A copy is up to eight times slower if, within a page, it writes a little behind where it reads: processors compare
         # the lower 12 bits of addresses first. So these are made equal.
@@ -153,14 +167,13 @@ class Sealer:
         for each in parts:
             record[end : end + len(each)] = each
             end += len(each)
-        size = end - LENGTH.size
         LENGTH.pack_into(record, 0, size)
         record[end : end + TAG_BYTES] = self._seal.tag(record[LENGTH.size : end])
         return record[: end + TAG_BYTES]
 
     def release(self) -> None:
         """Release the memory for long records, while none is being sent."""
-        self._memory = None
+        self._memory = memoryview(b"")
 
 
 class SealedParser(FrameParser):

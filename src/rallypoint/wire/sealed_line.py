@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rallypoint.errors import FrameChanged
 
-from .frames import Frame
+from .frames import Buffer, Frame
 from .line import MOST_AT_ONCE, Closed, Line, Piece, Sleeper
 from .seal import MOST, SHORT, Keys, SealedParser, Sealer
 from .silence import Silence
@@ -31,11 +31,14 @@ class SealedSocket(WrappedSocket):
     Args:
         sock: connected; this object owns it.
         keys: those of this direction.
+        allocate: as for :class:`Sealer`.
     """
 
-    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+    def __init__(
+        self, sock: socket.socket, keys: Keys, allocate: Callable[[int], Buffer] = bytearray
+    ) -> None:
         super().__init__(sock)
-        self._sealer = Sealer(keys)
+        self._sealer = Sealer(keys, allocate)
         # The unsent rest of a record, and how many of the caller's bytes are in the record.
         self._pending = memoryview(b"")
         self._uncounted = 0

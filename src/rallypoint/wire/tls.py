@@ -42,6 +42,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from rallypoint.errors import AuthenticationError, ProtocolError
 
+from .buffers import on_demand
 from .frames import Frame, FrameParser
 from .line import MOST_AT_ONCE, PATIENCE, Closed, Line, Piece, Sleeper
 from .silence import Silence
@@ -127,7 +128,7 @@ class TlsSocket(WrappedSocket):
         self._pending = memoryview(b"")
         # How many bytes are encrypted but not counted as sent.
         self._uncounted = 0
-        self._scratch = memoryview(bytearray(_RECEIVE))
+        self._scratch = memoryview(on_demand(_RECEIVE))
         # OpenSSL's error in receiving.
         self._failure: ssl.SSLError | None = None
 

@@ -125,7 +125,7 @@ def _introduced(
         return peer, Line(sock, FrameParser(allocate=allocate))
     sending, receiving = talk.keys
     parser = SealedParser(receiving, allocate=allocate)
-    return peer, SealedLine(SealedSocket(sock, sending), parser)
+    return peer, SealedLine(SealedSocket(sock, sending, allocate), parser)
 
 
 def _shake(sock: socket.socket, talk: Connecting | Accepting, deadline: Deadline) -> None:

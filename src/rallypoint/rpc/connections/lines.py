@@ -62,9 +62,8 @@ class Lines:
             return tls.new_line(sock, FrameParser(allocate=allocate), kind, silence)
         sending, receiving = keys
         parser = SealedParser(receiving, allocate=allocate)
-        return SealedLine(
-            SealedSocket(sock, sending), parser, kind, changed=self._note_change, silence=silence
-        )
+        sealed = SealedSocket(sock, sending, allocate)
+        return SealedLine(sealed, parser, kind, changed=self._note_change, silence=silence)
 
     def _note_change(self) -> None:
         self.num_changed += 1
