@@ -853,6 +853,8 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
                 file.write(json.dumps([session.position, ids.tolist()]) + "\\n")
             # So that no checkpoint of these short steps is left out.
             session._checkpoints._join()
+            with (folder / f"files {rank}").open("a") as file:
+                file.write(f"{len(os.listdir('/proc/self/fd'))}\\n")
 bits = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
 end = [session.position, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), session.local["ids"]]
 (folder / f"end {rank}").write_text(json.dumps(end))
@@ -883,13 +885,27 @@ def ends(folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """How the ranks end if nothing happens to the job."""
+def calm_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job leaves to which nothing happens."""
     folder = tmp_path_factory.mktemp("jobs") / "calm"
     done = job(folder, [])
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    return ends(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(calm_job: Path) -> list[Any]:
+    """How its ranks end."""
+    return ends(calm_job)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_leaves_no_open_file(rank: int, calm_job: Path) -> None:
+    """A training of weeks takes thousands, and a process may have 1024."""
+    after_steps = (calm_job / f"files {rank}").read_text().split()
+    # The first checkpoint is of step 5, the last one of step 20.
+    assert len(set(after_steps[6:])) == 1, after_steps
 
 
 def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path, calm: list[Any]) -> None:

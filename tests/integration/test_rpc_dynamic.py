@@ -1,6 +1,7 @@
 """Groups whose members come and go: who is called, who is told, and what a name means after a death."""
 
 import functools
+import gc
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import rpc_workers
+from ports import free_port
 from rallypoint import rpc
 from rallypoint.errors import DeadlineExceeded, PeerLost
 from rpc_workers import Workers, eventually, timed
@@ -445,3 +447,27 @@ def test_a_name_means_the_successor_though_the_predecessor_still_owes_an_answer(
     trio.on(new, rpc_workers.join_dynamic, "w1")
     trio.on(0, call_the_successor)
     leaving.result()
+
+
+def join_at(address: str, name: str) -> None:
+    rpc.init_rpc(name, rpc_backend_options=rpc.NativeRpcBackendOptions(init_method=address))
+
+
+def leave_and_collect() -> None:
+    rpc.shutdown()
+    gc.collect()
+
+
+def test_who_serves_the_store_may_leave_and_come_back() -> None:
+    """Its process still serves it: the group goes on, others join, and so does that process."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Workers(3) as workers:
+        workers.on(0, join_at, address, "a")
+        workers.on(1, join_at, address, "b")
+        workers.on(0, leave_and_collect)
+        workers.on(2, join_at, address, "c")
+        assert workers.on(1, call, "c") == 6
+        workers.on(0, join_at, address, "a")
+        assert workers.on(0, call, "c") == workers.on(2, call, "a") == 6
+        for rank in (1, 2, 0):
+            workers.on(rank, rpc_workers.leave)

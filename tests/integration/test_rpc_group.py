@@ -451,6 +451,22 @@ def test_a_closed_group_leaves_no_thread_and_no_descriptor(place: Place) -> None
     eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_closed_group_lets_go_of_its_store(kind: str, tcp: Place) -> None:
+    """What an agent leaves behind refers to itself, so it is there until the next collection."""
+    tcp.open().add("warm", 0)
+    before = len(os.listdir("/proc/self/fd"))
+    if kind == "static":
+        group: Group = StaticGroup.form(tcp.open(), member("a"), 1, 5.0)
+    else:
+        group = DynamicGroup.join(tcp.open(), member("a"), None, 5.0)
+    group.leave()
+    group.close()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    with pytest.raises(RpcError, match="this worker has left the group"):
+        group.leave() if kind == "static" else group.find("b")
+
+
 def test_a_store_that_stands_still_does_not_hold_up_closing(tmp_path: Any) -> None:
     server = start(
         """

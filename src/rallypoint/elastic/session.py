@@ -743,6 +743,7 @@ class Session:
     def _end_checkpoints(self, *, failed: bool) -> None:
         if self._checkpoints is not None:
             self._checkpoints.end(None if failed else self._own_now())
+            self._checkpoints.close()
 
     # -- data -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,7 @@ class Checkpoints:
         self._state = State(objects)
         self._is_sharded = size > 1 and bool(self._state.owners())
         self._rank, self._size = rank, size
-        self._new_board = new_board
-        self._board = None if new_board is None else new_board()
+        self._use(new_board)
 
     def resize(self, rank: int, size: int, new_board: Callable[[], Board] | None) -> None:
         """The session continues with another number of ranks. Arguments as for :meth:`begin`.
@@ -133,9 +133,13 @@ class Checkpoints:
         A checkpoint that is being written is skipped if it needs a rank that is lost.
         """
         self._rank, self._size = rank, size
+        self._use(new_board)
+        self._last_step = None
+
+    def _use(self, new_board: Callable[[], Board] | None) -> None:
+        self.close()
         self._new_board = new_board
         self._board = None if new_board is None else new_board()
-        self._last_step = None
 
     # -- at the start -----------------------------------------------------------------------------
 
@@ -322,6 +326,11 @@ class Checkpoints:
                 self._take(own, f"{own.steps}/again")
         self._join()
 
+    def close(self) -> None:
+        """End the connection to the other ranks, after :meth:`end`. The thread that writes has its own."""
+        if self._board is not None:
+            self._board.close()
+
     def _is_missing(self, step: int) -> bool:
         """Whether the checkpoint of this step is missing. The same on all ranks that write a part. Blocks: until rank 0 knows."""
         if self._rank == 0:
@@ -441,7 +450,8 @@ class Checkpoints:
             note = part.to_json()
         except Exception as error:  # noqa: BLE001  rank 0 says that the checkpoint is left out
             note = {"problem": str(error)}
-        self._post(_part_key(key, self._rank), json.dumps(note).encode(), self._new_board())
+        with closing(self._new_board()) as board:
+            self._post(_part_key(key, self._rank), json.dumps(note).encode(), board)
 
     def _parts(self, key: str) -> list[Part]:
         from .checkpoint_files import Part
@@ -460,14 +470,14 @@ class Checkpoints:
         """Notes of the other ranks, in order."""
         if self._new_board is None:
             return []
-        board = self._new_board()
         deadline = clock.Deadline(patience)
         found = []
-        for rank in range(1, self._size):
-            try:
-                found.append(board.await_note(key % rank, deadline.remaining() or 0.0))
-            except Exception as error:
-                raise ElasticError(f"rank {rank} did not send its part ({error})") from error
+        with closing(self._new_board()) as board:
+            for rank in range(1, self._size):
+                try:
+                    found.append(board.await_note(key % rank, deadline.remaining() or 0.0))
+                except Exception as error:
+                    raise ElasticError(f"rank {rank} did not send its part ({error})") from error
         return found
 
     def _prune(self, written: str) -> None:

@@ -37,6 +37,9 @@ class Board(Protocol):
             RuntimeError or OSError: it did not appear in time, or the store is gone.
         """
 
+    def close(self) -> None:
+        """End the connection to the store."""
+
 
 class _Workers:
     """Notes in the store of a job's workers, even after another node has started to serve it.
@@ -52,6 +55,7 @@ class _Workers:
 
     def _now(self) -> Wiring:
         if (address := self._address()) != self._connected:
+            self.close()
             self._connected, self._wiring = address, Wiring(*address, _PREFIX)
         return self._wiring
 
@@ -66,6 +70,9 @@ class _Workers:
 
     def await_note(self, key: str, timeout: float) -> bytes:
         return self._now().wait(key, timeout)
+
+    def close(self) -> None:
+        self._wiring.cut()
 
 
 class _Default:
@@ -87,6 +94,9 @@ class _Default:
     def await_note(self, key: str, timeout: float) -> bytes:
         self._store.wait([key], timedelta(seconds=timeout))
         return bytes(self._store.get(key))
+
+    def close(self) -> None:
+        self._store = None  # torch closes a client that nobody refers to
 
 
 def boards(address: Callable[[], tuple[str, int]] | None) -> Callable[[], Board] | None:

@@ -101,6 +101,7 @@ class Records:
         for rank in self._holds:
             wiring.set(setup_record.whole_key(rank), _WHOLE)
         self._storing = None
+        self._wiring.cut()
         self._wiring, self.address = wiring, (host, port)
         self._seen_in = None
 

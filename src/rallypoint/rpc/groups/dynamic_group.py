@@ -66,7 +66,6 @@ class DynamicGroup:
         signer: Signer = PUBLIC,
     ) -> None:
         """Private. Use :meth:`join`."""
-        self._store = store
         self._calls = Calls(store, signer)
         self._me = me
         self._clock = clock
@@ -265,13 +264,15 @@ class DynamicGroup:
             _log.warning(
                 "the store does not answer: the thread that watches the group was not ended"
             )
+            return
+        self._calls.release()
 
     def abandon(self) -> None:
         """In a forked child: its copies of the store's connections are closed with the store."""
         self._closing = threading.Event()
         self._closing.set()
         self._changed = threading.Condition()
-        del self._store, self._calls
+        del self._calls
 
     # -- reading and writing the journal ----------------------------------------------------------
 
@@ -408,7 +409,7 @@ class DynamicGroup:
     # -- the watcher ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        listener = Listener.of(self._store, self._calls.signer)
+        listener = Listener.of(self._calls.store, self._calls.signer)
         self._watcher = threading.Thread(
             target=self._run, args=(listener,), name="rally-group", daemon=True
         )
@@ -473,7 +474,7 @@ class DynamicGroup:
 
     def _wake(self) -> None:
         """End the watcher's wait with a void entry, which works with every store."""
-        if not pushes(self._store):
+        if not pushes(self._calls.store):
             return  # the watcher polls
         upcoming, void = self._view.epoch + 1, membership.encode(VOID)
         # If the store is lost, the watcher's wait has ended anyway.

@@ -56,6 +56,13 @@ class C10dStore(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
+class _Released:
+    """In the place of a store that a worker has let go."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("this worker has left the group")
+
+
 class Calls:
     """Calls to a store with the group's keys. Errors of the store become RpcError.
 
@@ -69,6 +76,17 @@ class Calls:
         self._named: set[str] = set()
         # Not every TCPStore server notifies waiting clients of a compare_set, but all do of a set.
         self._needs_set = pushes(store)
+
+    @property
+    def store(self) -> C10dStore:
+        return self._store
+
+    def release(self) -> None:
+        """Let go of the store: its connection, and its server if this process serves it, end with the last reference.
+
+        Later calls raise RpcError.
+        """
+        self._store = _Released()
 
     def set(self, key: str, value: bytes) -> None:
         with _as_rpc_error():

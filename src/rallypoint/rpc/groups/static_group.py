@@ -130,7 +130,8 @@ class StaticGroup:
         self._calls.set(f"left/{self._me.id}", (reason or "left").encode())
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Let go of the store. An agent that has ended is still referred to, until its cycles are collected."""
+        self._calls.release()
 
 
 def _read_all(

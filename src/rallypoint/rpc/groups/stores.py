@@ -24,6 +24,8 @@ from .group_store import NO_LIMIT
 dist: Any = torch_distributed
 # Schemes for which torch's store waits for all workers, unless the address says world_size=-1.
 _WAITING = ("env", "tcp")
+# Stores that this process serves to dynamic groups, by address: others may stay in a group that it has left.
+_served: dict[tuple[str, int], Any] = {}
 # Seconds between attempts to reach a store that is not served yet: at first, and at most.
 _SOON: Final = (0.002, 0.1)
 
@@ -107,16 +109,21 @@ def _no_address(init_method: str) -> ConfigError:
 
 
 def _tcp(host: str, port: int, limit: timedelta, rank: int) -> Any:
-    """Rank 0 serves it; without ranks, the first process on the store's host."""
+    """Rank 0 serves it; without ranks, the first process on the store's host. It does so until the process ends."""
     own = addresses.own_address(host)
-    if _serves(rank) or (rank < 0 and own is not None and _serves(0)):
+    place = own or host, port
+    if place not in _served and (_serves(rank) or (rank < 0 and own is not None and _serves(0))):
         try:
-            with connecting_to(own or host):
-                return dist.TCPStore(own or host, port, None, True, limit, wait_for_workers=False)
+            with connecting_to(place[0]):
+                found = dist.TCPStore(*place, None, True, limit, wait_for_workers=False)
         except (RuntimeError, OSError):
             if rank == 0:
                 raise
             # Another process already serves it.
+        else:
+            if port:
+                _served[place] = found
+            return found
     address = _await_server(host, port, limit)
     with connecting_to(address):
         return dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
