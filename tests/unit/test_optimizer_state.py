@@ -16,7 +16,7 @@ from torch import nn
 
 from rallypoint.elastic.checkpointing import checkpoint_state
 from rallypoint.elastic.recovery import local_state
-from rallypoint.elastic.state import objects, optimizer_state
+from rallypoint.elastic.state import objects, optimizer_state, wrapped_optimizers
 from rallypoint.elastic.state.objects import Objects
 
 
@@ -123,6 +123,62 @@ def test_state_that_is_of_no_parameter_goes_into_a_checkpoint_and_back() -> None
     raw = [each.detach().clone().contiguous().view(torch.uint8).flatten() for each in tensors]
     LocalState(Objects([net, optimizer])).restore(structure, raw)
     assert optimizer.state["count"] == {"steps": 1}
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps slow weights around another optimizer. As in most repositories, torch's ``__init__`` is not called."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state = optimizer.state
+        self.slow = [each.detach().clone() for each in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step(closure)
+        for fast, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            slow += 0.5 * (fast.detach() - slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.optimizer.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["fast"])
+        self.slow = state["slow"]
+
+
+class Forwarding(torch.optim.Optimizer):
+    """As accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state = optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def test_a_wrapper_with_a_state_of_its_own_keeps_it() -> None:
+    """The optimizer in it does not have the slow weights."""
+    net = nn.Linear(1, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Lookahead(inner)
+    given = Objects([net, optimizer])
+    noted: list[torch.optim.Optimizer] = []
+    wrapped_optimizers.note_steps(optimizer, noted.append)
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert noted == [optimizer]
+    slow = [each.clone() for each in optimizer.slow]
+    saved = given.save()
+    state = checkpoint_state.State(given.given)
+    copied = copy.deepcopy(state.now())
+    optimizer.step()
+    given.put_back(saved)
+    assert optimizer.slow == slow
+    optimizer.step()
+    state.restore(copied)
+    assert optimizer.slow == slow
+    assert Objects([net, Forwarding(inner)]).optimizers == [inner]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ from .recovery.sharded import Sharded
 from .recovery.snapshots import Snapshots
 from .rehearsal import Rehearsal
 from .replication.copies import Copies
+from .state import wrapped_optimizers
 from .state.objects import Objects
 from .storage.memory import Memory
 from .storage.schedule import Schedule
@@ -364,7 +365,7 @@ class Session:
         rank, sharded = dist.get_rank(), self._objects.keeps_snapshots and self._num_copies < 2
         saves = self._checkpoints is not None
         for optimizer in self._objects.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._note_applied))
+            self._hooks.append(wrapped_optimizers.note_steps(optimizer, self._note_applied))
         if self._resizes:
             self._replica = resizing.prepare(kept, self._objects, self._become_fixed) or 0
             self._resizes = self._replica > 0
@@ -600,7 +601,7 @@ class Session:
                 " gradients. Put all passes of an accumulation into one session.step()"
             )
 
-    def _note_applied(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _note_applied(self, optimizer: torch.optim.Optimizer) -> None:
         if self._in_step and not self._rehearses:
             self._leftover.note_applied(optimizer)
             self._objects.note_applied(optimizer)

@@ -164,7 +164,7 @@ class State:
     def _named(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = optimizer.state_dict()
         names = self._names_of(optimizer)
-        if names is None:
+        if names is None or not _is_usual(state):
             return state
         groups = [
             {**group, "params": [names[each] for each in group["params"]]}
@@ -180,7 +180,7 @@ class State:
 
     def _numbered(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
         names = self._names_of(optimizer)
-        if names is None:
+        if names is None or not _is_usual(state):
             return dict(state)
         number_of = {name: number for number, name in enumerate(names)}
         groups = [
@@ -189,6 +189,11 @@ class State:
         ]
         by_number = {number_of.get(name, name): value for name, value in state["state"].items()}
         return {**state, "state": by_number, "param_groups": groups}
+
+
+def _is_usual(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state has the usual parts. One that wraps another may have the other's state as one of its parts."""
+    return "state" in state and "param_groups" in state
 
 
 def _clean_names(module: nn.Module) -> list[tuple[str, str]]:

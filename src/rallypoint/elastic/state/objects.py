@@ -35,6 +35,7 @@ from .param_groups import Members, add_missing, members
 from .plain_data import of_kind, plain, unreadable
 from .settings import Settings
 from .static_graphs import StaticGraphs, Unused
+from .wrapped_optimizers import unwrapped
 
 
 _TENSOR = "rallypoint tensor"
@@ -65,7 +66,7 @@ class Objects:
     """
 
     def __init__(self, given: Sequence[Any], *, snapshots: bool = False) -> None:
-        given = list(with_averagers(map(_unwrapped, given)))
+        given = list(with_averagers(map(unwrapped, given)))
         for each in given:
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise TypeError(
@@ -573,16 +574,6 @@ def _check_layouts(module: nn.Module) -> None:
                 f"elastic.session: {name!r} of a {type(module).__name__} has the layout {kind}, and only dense tensors can be kept."
                 " If it does not change in training, assign it as a plain attribute instead of registering it as a buffer"
             )
-
-
-def _unwrapped(given: Any) -> Any:
-    """The optimizer in a framework's wrapper (accelerate, Fabric), which forwards calls but not what is assigned to it."""
-    while isinstance(given, torch.optim.Optimizer):
-        within = getattr(given, "optimizer", None)
-        if not isinstance(within, torch.optim.Optimizer) or within is given:
-            break
-        given = within
-    return given
 
 
 def _is_over_replicas(group: Any) -> bool:
