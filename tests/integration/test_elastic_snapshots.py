@@ -68,7 +68,7 @@ def sharp(x):
     with torch.no_grad():
         before = [each.clone() for each in parameters]
         for each in parameters:
-            each += 0.05 * each.grad / each.grad.norm()
+            each.data += 0.05 * each.grad / each.grad.norm()  # does not count as a change of it
     optimizers[0].zero_grad()
     fault("within")
     loss_of(nets[0], x).backward()

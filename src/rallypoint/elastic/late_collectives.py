@@ -15,6 +15,8 @@ from typing import NamedTuple
 # Only this many steps: a script does the same in later ones, and looking for changes of parameters costs a little before each
 # collective. Whether an optimizer has stepped is known anyway, and is checked in all steps.
 STEPS = 3
+# A change through ``.data`` is not counted in the tensor's version. An update of parameters changes some of so many elements of each.
+SAMPLES = 16
 # Frames of these packages are not the script's.
 _OTHERS = {"torch", "rallypoint", *sys.stdlib_module_names} - {"__main__"}
 
@@ -39,9 +41,11 @@ class LateCollectives:
 
     Attributes:
         is_watching: none has been found so far.
+        begun: a fingerprint of a few elements of each parameter, from the beginning of the step; None: none was taken.
     """
 
     def __init__(self, *, matters: bool) -> None:
+        self.begun: int | None = None
         self._left = STEPS
         self._is_first = True
         self.is_watching = matters
@@ -49,11 +53,11 @@ class LateCollectives:
     @property
     def compares(self) -> bool:
         """Whether to look for changes made by other means than an optimizer."""
-        return self._left > 0
+        return self.is_watching and self._left > 0
 
-    def begin_step(self) -> None:
+    def begin_step(self, begun: int | None = None) -> None:
         """A step begins."""
-        self._is_first = True
+        self._is_first, self.begun = True, begun
 
     def end_step(self) -> None:
         """A step is complete."""

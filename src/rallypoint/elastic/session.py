@@ -22,7 +22,7 @@ from .checkpointing.checkpoints import Checkpoints
 from .communication.board import boards
 from .communication.kept_group import KeptGroup
 from .hints import Hints
-from .late_collectives import LateCollectives
+from .late_collectives import SAMPLES, LateCollectives
 from .leftover import Leftover
 from .loops import loader_state
 from .loops.course import Course, Doing
@@ -526,7 +526,8 @@ class Session:
                 is_task=self._is_task, may_swap=may_swap, behind=behind
             )
             self._undo.begin_step()
-        self._late.begin_step()
+        compares = self._late.compares and self._meeting is not None and not self._is_task
+        self._late.begin_step(self._objects.fingerprint(SAMPLES) if compares else None)
         self._leftover.begin_step()
         self._in_step = True
 
@@ -559,7 +560,7 @@ class Session:
             return False
         if meeting is None or not meeting.explains(error):
             return False
-        if self._has_changed():
+        if self._undo.is_current or self._has_changed():
             meeting.whole = self._undo.undo() and meeting.whole
         before = course.steps
         meeting.recover(error)
@@ -584,7 +585,10 @@ class Session:
         if self._is_task:  # a function may have put them back
             before = begun.fingerprint
             return before is not None and before != self._objects.fingerprint()
-        return begun.changes is not None and begun.changes != self._objects.changes()
+        if begun.changes is not None and begun.changes != self._objects.changes():
+            return True
+        sampled = self._late.begun
+        return sampled is not None and sampled != self._objects.fingerprint(SAMPLES)
 
     def _is_late(self) -> bool:
         """Whether a collective that starts now comes after a change of parameters."""

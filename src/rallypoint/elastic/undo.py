@@ -79,6 +79,11 @@ class Undo:
                 + _INSTEAD
             )
 
+    @property
+    def is_current(self) -> bool:
+        """Whether there is a copy of what the step under way began with."""
+        return self._is_current
+
     def undo(self) -> bool:
         """Put everything back as it was at the beginning of the step. Returns False if there is no copy."""
         saved, self._saved = self._saved, None  # optimizers take it as their state

@@ -176,11 +176,18 @@ class Objects:
             words.append(text)
         return ", ".join(words) or "nothing"
 
-    def fingerprint(self) -> int:
-        """A number that depends on all parameters: the same on ranks that hold the same values."""
+    def fingerprint(self, of_each: int | None = None) -> int:
+        """A number that depends on all parameters: the same on ranks that hold the same values.
+
+        Args:
+            of_each: how many elements of each parameter to read; None: all.
+        """
         total = 0
         for each in self._parameters:
-            flat = each.detach().contiguous().view(-1).view(torch.uint8)
+            flat = each.detach().reshape(-1)
+            if of_each is not None:
+                flat = flat[:: max(1, flat.numel() // of_each)]
+            flat = flat.contiguous().view(torch.uint8)
             if flat.storage_offset() % 8:  # a part of a flat tensor, which need not start at a word
                 flat = flat.clone()
             whole = flat.numel() // 8 * 8
