@@ -18,7 +18,13 @@ from rallypoint.elastic.communication.gloo_device import Watch, watched
 from rallypoint.elastic.loops import rng
 from rallypoint.elastic.loops.own_state import OwnState, Place
 from rallypoint.elastic.loops.rng import RandomState
-from rallypoint.elastic.recovery.agreement import Fetch, Standing, judge, longest_timeouts
+from rallypoint.elastic.recovery.agreement import (
+    Fetch,
+    Standing,
+    differing,
+    judge,
+    longest_timeouts,
+)
 from rallypoint.elastic.session import Session
 from rallypoint.elastic.state.objects import Objects
 from rallypoint.elastic.state.settings import Settings
@@ -61,6 +67,28 @@ def test_sessions_of_different_objects_are_an_error() -> None:
     other = Standing(rank=1, steps=0, whole=True, objects="Other")
     with pytest.raises(ElasticError, match="rank 0: Net; rank 1: Other"):
         judge([standing(0, 0), other])
+
+
+class Env:
+    def __init__(self, seed: int) -> None:
+        self.state = {"rng": torch.Generator().manual_seed(seed).get_state(), "info": [1, {"a"}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_states_that_differ_at_the_start_are_named() -> None:
+    def begins(rank: int, seed: int) -> Standing:
+        net = torch.nn.Linear(1, 1)
+        objects = Objects([net, Env(0), Env(seed), torch.optim.Adam(net.parameters())])
+        told = standing(rank, 0, states=tuple(objects.digests()))
+        return Standing.from_json(json.loads(json.dumps(told.to_json())))
+
+    assert differing([begins(0, 5), begins(1, 5), begins(2, 5)]) == []
+    assert differing([begins(0, 5), begins(1, 5), begins(2, 6)]) == [("a Env", 0, 2)]
 
 
 def test_parameters_that_differ_at_the_start_are_an_error() -> None:

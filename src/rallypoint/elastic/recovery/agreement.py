@@ -25,6 +25,7 @@ class Standing:
             another's state, and after an optimizer has stepped in a step that did not end.
         objects: what the session was given, in words; the same on all ranks.
         fingerprint: of its parameters, at the first start; 0 afterwards.
+        states: digests of the states of the other objects, by class, at the first start, if no snapshots are kept.
         groups: the groups that can be kept, in the order in which this rank made them: name and members.
         timeouts: of these groups' collectives, in seconds.
         layouts: for each DDP module, which gradients are reduced together; None before DDP has settled it.
@@ -44,6 +45,7 @@ class Standing:
     whole: bool
     objects: str
     fingerprint: int = 0
+    states: tuple[tuple[str, str], ...] = ()
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     timeouts: tuple[float, ...] = ()
     layouts: tuple[tuple[tuple[int, ...], ...] | None, ...] = ()
@@ -81,6 +83,7 @@ class Standing:
                 "layouts": layouts,
                 "groups": groups,
                 "timeouts": tuple(record["timeouts"]),
+                "states": tuple((name, state) for name, state in record["states"]),
                 "snapshots": snapshots,
                 "door": None if door is None else tuple(door),
                 "guests": guests,
@@ -135,6 +138,17 @@ def longest_timeouts(
         for group, timeout in zip(each.groups, each.timeouts, strict=True):
             longest[group] = max(timeout, longest.get(group, 0.0))
     return longest
+
+
+def differing(standings: Sequence[Standing]) -> list[tuple[str, int, int]]:
+    """The objects whose state is not the same on all ranks: for each, its class and two ranks that differ."""
+    first, *others = standings
+    found: dict[int, tuple[str, int, int]] = {}
+    for each in others:
+        for number, (one, other) in enumerate(zip(first.states, each.states, strict=False)):
+            if one != other:
+                found.setdefault(number, (one[0], first.rank, each.rank))
+    return [found[number] for number in sorted(found)]
 
 
 def judge(standings: Sequence[Standing]) -> Verdict:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rallypoint._core import clock, raised
+from rallypoint.elastic import hints
 from rallypoint.elastic.communication.connections import Wiring
 from rallypoint.elastic.communication.kept_group import KeptGroup
 from rallypoint.elastic.loops.course import Course
@@ -24,7 +25,7 @@ from rallypoint.elastic.worker.link import Notice
 from rallypoint.elastic.worker.process import KeptProcess
 from rallypoint.errors import ElasticError, MembershipChanged, RendezvousError
 
-from .agreement import Fetch, Standing, Verdict, judge, longest_timeouts
+from .agreement import Fetch, Standing, Verdict, differing, judge, longest_timeouts
 from .keeping import Begun, Keeping
 
 
@@ -188,8 +189,16 @@ class Meeting:
         wiring = self._kept.groups.wiring
         assert wiring is not None
         try:
-            standings = self._introduce(wiring, self._keeping.fingerprint())
+            is_alike = not self._objects.keeps_snapshots
+            states = self._objects.digests() if is_alike else ()
+            standings = self._introduce(wiring, self._keeping.fingerprint(), states)
             judge(standings)
+            for name, one, other in differing(standings):
+                hints.say(
+                    "the state of %s differs between ranks %d and %d. A process that replaces a lost rank gets another rank's state. If each"
+                    " rank needs its own, use elastic.session(…, snapshots=True)",
+                    *(name, one, other),
+                )
             self._connect_copies(standings, self._kept.generation)
             if self._copies is not None:
                 self._keeping.await_copies()
@@ -321,7 +330,9 @@ class Meeting:
         assert group is not None
         group.barrier_now()
 
-    def _introduce(self, wiring: Wiring, fingerprint: int = 0) -> list[Standing]:
+    def _introduce(
+        self, wiring: Wiring, fingerprint: int = 0, states: Sequence[tuple[str, str]] = ()
+    ) -> list[Standing]:
         """Tell all others this rank's standing, and wait for theirs."""
         copies, (host, port) = self._copies, self._kept.address
         door = None if copies is None else copies.open(host, port)
@@ -331,6 +342,7 @@ class Meeting:
             whole=self.whole,
             objects=self._objects.describe(),
             fingerprint=fingerprint,
+            states=tuple(states),
             groups=tuple((group.kept_name, group.members) for group in self._kept.groups),
             timeouts=tuple(group.timeout.total_seconds() for group in self._kept.groups),
             # The layout of a rank that is not whole would not count.

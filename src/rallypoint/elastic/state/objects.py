@@ -28,6 +28,7 @@ from rallypoint.errors import ElasticError
 from . import bundles, optimizer_state
 from .buffers import Buffers
 from .copied import copied
+from .digests import digest
 from .hook_states import AveragerState, HookState, of_hooks, with_averagers
 from .loose_parameters import of_no_module
 from .modes import Flags, Modes
@@ -195,6 +196,10 @@ class Objects:
             rest = int(flat[whole:].sum().item())
             total = (31 * total + checksum(flat[:whole].view(torch.int64)) + rest) % (1 << 63)
         return total
+
+    def digests(self) -> list[tuple[str, str]]:
+        """For each of the other objects, what it is and a digest of its state."""
+        return [(_named(each), digest(optimizer_state.part_of(each))) for each in self.others]
 
     # -- one step -----------------------------------------------------------------------------------
 
