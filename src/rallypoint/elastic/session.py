@@ -689,7 +689,7 @@ class Session:
         new_board = boards(None if kept is None else lambda: kept.address)
         rank, size = (0, 1) if new_board is None else (dist.get_rank(), dist.get_world_size())
         check = (lambda: None) if self._kept is None else self._kept.groups.check
-        self._checkpoints.begin(self._objects.given, rank, size, new_board, check)
+        self._checkpoints.begin(self._objects, rank, size, new_board, check)
 
     def _load(self) -> None:
         """Continue where the newest checkpoint was taken."""

@@ -8,7 +8,7 @@ strings and leaves out what is empty, so the exact structure is stored beside it
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,34 @@ class State:
                 self._restore(each, state[role], keeps_types=keeps_types)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ElasticError(f"its {role!r} belongs to another object: {error}") from error
+
+    def flags(self, changed: Iterable[tuple[nn.Module | torch.Tensor, bool]]) -> dict[str, bool]:
+        """The modes of modules and of parameters that training has changed, by name."""
+        named = {id(each): name for name, each in self._named_parts().items()}
+        return {named[id(each)]: flag for each, flag in changed if id(each) in named}
+
+    def restore_flags(self, flags: Mapping[str, bool]) -> None:
+        """Set what :meth:`flags` returned. What this program's modules lack is ignored."""
+        parts = self._named_parts()
+        for name in flags.keys() & parts.keys():
+            each, flag = parts[name], flags[name]
+            if isinstance(each, nn.Module):
+                each.training = flag
+            else:
+                each.requires_grad_(flag)
+
+    def _named_parts(self) -> dict[str, nn.Module | torch.Tensor]:
+        """All modules and parameters. Of a wrapper and the module in it, which have one name, it is the latter."""
+        found: dict[str, nn.Module | torch.Tensor] = {}
+        for role, each in zip(self.roles, self._given, strict=True):
+            if isinstance(each, nn.Module):
+                names = _clean_names(each)
+                for name, part in each.named_modules():
+                    # A parameter's name has no dot at its end.
+                    found[f"{role}.{_clean(f'{name}.' if name else '', names)}"] = part
+                for name, parameter in each.named_parameters():
+                    found[f"{role}.{_clean(name, names)}"] = parameter
+        return found
 
     def _state_of(self, given: Any) -> Any:
         if isinstance(given, nn.Module):

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,8 @@ from rallypoint._core.checkpoint_records import RECORD, Entry, Record, name_of, 
 from rallypoint._core.storage import Storage, storage_at
 from rallypoint.elastic.communication.board import Board
 from rallypoint.elastic.loops.own_state import OwnState
+from rallypoint.elastic.state.modes import Modes
+from rallypoint.elastic.state.objects import Objects
 from rallypoint.errors import ElasticError
 
 from .checkpoint_state import TENSOR, HostCopy, State
@@ -86,6 +88,8 @@ class Checkpoints:
         self._storage: Storage = storage_at(where)
         self._every, self._keep = every, keep
         self._state = State(())
+        self._modes: Modes | None = None
+        self._flags: dict[str, bool] = {}  # in the copy
         self._is_sharded = False
         self._last_step: LastStep | None = None
         self._rank, self._size = 0, 1
@@ -106,7 +110,7 @@ class Checkpoints:
 
     def begin(
         self,
-        objects: Sequence[Any],
+        objects: Objects,
         rank: int,
         size: int,
         new_board: Callable[[], Board] | None,
@@ -122,7 +126,7 @@ class Checkpoints:
             check: raises RuntimeError if what the GPU holds is wrong because a member was lost while it computed.
         """
         self._check = check
-        self._state = State(objects)
+        self._state, self._modes = State(objects.given), objects.modes
         self._is_sharded = size > 1 and bool(self._state.owners())
         self._rank, self._size = rank, size
         self._use(new_board)
@@ -216,6 +220,10 @@ class Checkpoints:
                 f"elastic.session: the checkpoint {name} at {self._storage} does not fit: {error}. To start from"
                 " scratch, pass another place as checkpoint="
             ) from error
+        # Earlier versions did not write flags.
+        self._state.restore_flags(state[checkpoint_files.SESSION].get("flags", {}))
+        if self._modes is not None:
+            self._modes.note_complete()
         self._newest = record.step
         if self._rank == 0:
             # A warning, because the user may have forgotten that the place was used before.
@@ -281,6 +289,8 @@ class Checkpoints:
                 self._tell_slow(step)
             return
         self._copy.take(self._state.now())
+        if self._modes is not None:
+            self._flags = self._state.flags(self._modes.changed())
         try:
             self._check()
         except RuntimeError as error:
@@ -411,7 +421,8 @@ class Checkpoints:
         structure[checkpoint_files.SESSION] = {
             "ranks": [
                 [TENSOR, f"{checkpoint_files.SESSION}.ranks.{rank}"] for rank in range(len(ranks))
-            ]
+            ],
+            "flags": self._flags,
         }
         nested[checkpoint_files.SESSION] = {
             "ranks": ranks,

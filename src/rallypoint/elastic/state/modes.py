@@ -8,7 +8,7 @@ from training, one would wait for a broadcast that the other skips.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class Modes:
     def __init__(self, parts: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> None:
         self._parts, self._parameters = list(parts), list(parameters)
         self._ddp = [each for each in parts if isinstance(each, DistributedDataParallel)]
-        self._behind = self.now()  # after the last complete step
+        self._at_first = self._behind = self.now()  # after the last complete step
 
     def now(self) -> Flags:
         return Flags(
@@ -53,6 +53,23 @@ class Modes:
             [each.requires_grad for each in self._parameters],
             [torch_private.syncs_buffers_next(each) for each in self._ddp],
         )
+
+    def changed(self) -> Iterator[tuple[nn.Module | torch.Tensor, bool]]:
+        """What training has changed since the set-up: modules with their mode after the last complete step, and parameters.
+
+        A script that starts from here again makes the changes that follow that step itself.
+        """
+        first, behind, now = self._at_first, self._behind, self.now()
+        for part, before, training in zip(
+            self._parts, first.training, behind.training, strict=True
+        ):
+            if training != before:
+                yield part, training
+        for parameter, before, trained in zip(
+            self._parameters, first.trained, now.trained, strict=True
+        ):
+            if trained != before:
+                yield parameter, trained
 
     def note_complete(self) -> None:
         """A step is complete."""
