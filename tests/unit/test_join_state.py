@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
+from rallypoint.join.hooks.replay import Standstill
 from rallypoint.join.state import _sum_of_bits, digest
 
 
@@ -28,3 +30,15 @@ def test_a_digest_sees_every_change(change: str) -> None:
     # What an accelerator computes.
     if change in ("bit", "order"):
         assert _sum_of_bits(values()["a"][0]) != _sum_of_bits(values(change)["a"][0])
+
+
+def test_an_average_counts_what_it_has_averaged_in_replayed_steps() -> None:
+    """Its parameters keep these updates: with a smaller count, the next one would have another weight than on other ranks."""
+    net = torch.nn.BatchNorm1d(2)
+    average = AveragedModel(net)
+    still = Standstill([net, average])
+    net(torch.ones(2, 2))
+    average.update_parameters(net)
+    still.end()
+    assert average.n_averaged == 1
+    assert net.num_batches_tracked == 0

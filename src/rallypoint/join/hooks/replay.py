@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel  # torch.optim imports it
 
 from rallypoint.join.members import Member
 from rallypoint.join.run import Run
@@ -67,6 +68,8 @@ class Standstill:
         self._stack = ExitStack()
         parts = {id(part): part for module in modules for part in module.modules()}.values()
         for part in parts:
+            if isinstance(part, AveragedModel):
+                continue  # it counts the updates of its parameters, which are not undone
             if exchanges_statistics(part):
                 silence(part, self._stack)
             else:
