@@ -179,6 +179,10 @@ def test_a_wrapper_with_a_state_of_its_own_keeps_it() -> None:
     state.restore(copied)
     assert optimizer.slow == slow
     assert Objects([net, Forwarding(inner)]).optimizers == [inner]
+    optimizer.base, optimizer.optimizer = inner, None
+    wrapped_optimizers.note_steps(optimizer, noted.append)
+    inner.step()
+    assert noted[-1] is optimizer
 
 
 @pytest.fixture(scope="module")

@@ -396,6 +396,7 @@ ATTRIBUTES = {
     "_index_sampler",
     "_inst",
     "_orig_mod",
+    "_optimizer_step_post_hooks",
     "_per_optimizer_states",
     "_version",
     "_num_iter_calls",  # of Fabric: tested in tests/wild
@@ -863,6 +864,8 @@ def test_private_attributes_of_fsdp_that_sessions_use(ddp: Any) -> None:
     assert of_elastic.local_optimizer(zero) is zero.optim
     sgd = torch.optim.SGD(ddp.parameters())
     assert of_elastic.local_optimizer(sgd) is sgd
+    assert of_elastic.calls_hooks(sgd) and of_elastic.calls_hooks(zero)
+    assert not of_elastic.calls_hooks(PostLocalSGDOptimizer(sgd, None))  # type: ignore[arg-type]
 
 
 def test_operators_that_are_registered_now_stay_at_exit() -> None:

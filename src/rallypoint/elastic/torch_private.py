@@ -486,6 +486,12 @@ def local_optimizer(optimizer: Any) -> Any:
     return optimizer.optim if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
+def calls_hooks(optimizer: Any) -> bool:
+    """Whether an optimizer's steps call the hooks that are registered on it: torch's ``__init__`` sees to that."""
+    is_patched = getattr(type(optimizer).step, "hooked", False)
+    return is_patched and hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
 def fsdp_parts(module: Any) -> list[Any]:
     """The parts of a module that were given to FSDP2."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)

@@ -39,7 +39,16 @@ def note_steps(given: torch.optim.Optimizer, note: Callable[[torch.optim.Optimiz
 
     A wrapper's class often lacks hooks, as it does not call torch's ``__init__``. The optimizer in it has them.
     """
-    hooked, within = given, getattr(given, "optimizer", None)
-    while isinstance(within, torch.optim.Optimizer) and within is not hooked:
-        hooked, within = within, getattr(within, "optimizer", None)
+    hooked = given
+    while not torch_private.calls_hooks(hooked) and (within := _within(hooked)) is not None:
+        hooked = within
     return hooked.register_step_post_hook(lambda *_: note(given))
+
+
+def _within(given: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer in a wrapper, whatever the attribute is called; None if there is none."""
+    found = (getattr(given, "optimizer", None), *vars(given).values())
+    return next(
+        (each for each in found if isinstance(each, torch.optim.Optimizer) and each is not given),
+        None,
+    )
