@@ -226,6 +226,12 @@ WAYS = {
         code=128 + signal.SIGKILL,
         headline="was killed by SIGKILL",
     ),
+    "segfault that its own faulthandler shows": Way(
+        "import faulthandler; faulthandler.enable()\n    os.kill(os.getpid(), signal.SIGSEGV)",
+        code=128 + signal.SIGSEGV,
+        headline="was killed by SIGSEGV",
+        native="in fail",
+    ),
     "SIGTERM from elsewhere": Way(
         "os.kill(os.getpid(), signal.SIGTERM)",
         code=128 + signal.SIGTERM,

@@ -17,6 +17,7 @@ from rallypoint.launch.output.failure import (
     failures_to_json,
     in_order_of_blame,
     parse_line_from_worker,
+    parse_stderr,
     torchelastic_record,
 )
 from rallypoint.launch.output.report import FailureReport
@@ -352,6 +353,35 @@ def test_the_line_carries_exceptions_and_native_stacks():
     assert status is None
     assert native == "Fatal Python error: Aborted\n  File x"
     assert collectives == ()
+
+
+DUMP = [
+    "Fatal Python error: Segmentation fault",
+    "Current thread 0x00007f02 (most recent call first):",
+    '  File "/home/me/train.py", line 7 in step',
+    "  ...",
+    "Extension modules: numpy._core._multiarray_umath (total: 1)",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "dump", "others"),
+    [
+        (["loading", *DUMP], DUMP, ["loading"]),
+        ([*DUMP, "core dumped"], DUMP, ["core dumped"]),
+        ([f" 30%|### | 3/10{DUMP[0]}", *DUMP[1:]], DUMP, [" 30%|### | 3/10"]),
+        (
+            ["loading", "Timeout (0:00:30)!", *DUMP[1:4]],
+            ["Timeout (0:00:30)!", *DUMP[1:4]],
+            ["loading"],
+        ),
+        (["Timeout (0:00:30)!", *DUMP[1:4], "it went on"], [], None),
+        (['  File "/home/me/train.py", line 7, in step', "ValueError: bad"], [], None),
+        ([], [], None),
+    ],
+)
+def test_a_stack_that_the_script_has_on_its_stderr_is_found(lines, dump, others):
+    assert parse_stderr(lines) == ("\n".join(dump), lines if others is None else others)
 
 
 def test_an_exception_comes_with_the_collectives_that_were_begun():

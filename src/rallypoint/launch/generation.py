@@ -17,7 +17,7 @@ from rallypoint._core.host_name import host_name
 
 from .output import cpu_limit, oom, shm_space
 from .output.cpu_limit import CpuTime
-from .output.failure import Raised, WorkerFailure, parse_line_from_worker
+from .output.failure import Raised, WorkerFailure, parse_line_from_worker, parse_stderr
 from .output.report import in_a_line
 from .output.worker_streams import WorkerStreams
 from .placement.ranks import WorkerRanks
@@ -29,6 +29,8 @@ MAX_LINE_DATA = 1024 * 1024
 SESSION_RECORD = b'{"kind": "kept'
 # How long to wait for the last lines of a worker that reported nothing; its children may hold stderr open.
 LAST_WORDS_PATIENCE = 0.2
+# How many of the last lines of stderr a report keeps.
+_STDERR_LINES = 20
 # The start of a worker's report of an import.
 IMPORT_RECORD = b'{"kind": "import"'
 
@@ -326,6 +328,11 @@ class Generation:
         at = worker.ended_at if raised is None else raised.at
         if stopped and raised is None:
             raised = handled  # otherwise it had recovered, and failed for another reason
+        native = native if number is not None else ""
+        stderr = worker.streams.stderr_tail()
+        dumped, others = parse_stderr(stderr)
+        if dumped and not native and raised is None:
+            native, stderr = dumped, others
         return WorkerFailure(
             host=host_name(),
             node_rank=self._node_rank,
@@ -336,9 +343,9 @@ class Generation:
             exit_code=None if number is not None else code,
             signal=number,
             raised=raised,
-            native_stack=native if number is not None else "",
+            native_stack=native,
             cause=worker.hung or self._cause_of_kill(worker, stopped, number),
-            stderr=worker.streams.stderr_tail(),
+            stderr=tuple(stderr[-_STDERR_LINES:]),
             at=at,
             stopped_by_us=stopped,
             hung=bool(worker.hung),

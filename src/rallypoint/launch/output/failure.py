@@ -14,6 +14,7 @@ handlers, and a peer that loses its connection may die first. So:
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -97,9 +98,9 @@ class WorkerFailure:
         exit_code: the exit code, or None if a signal ended the worker.
         signal: the number of the signal that ended it, or None.
         raised: the exception that ended it, or None.
-        native_stack: the Python stack at a native fault (from faulthandler), or "".
+        native_stack: the Python stack at a native fault, or at a time-out that the script has set (from faulthandler), or "".
         cause: further evidence, such as the OOM killer; or "".
-        stderr: the last lines of its stderr.
+        stderr: the last lines of its stderr, without a native stack that is in ``native_stack``.
         at: when it failed, on the monotonic clock of ``host``.
         stopped_by_us: we stopped it because another worker failed.
         hung: we ended it because the others waited for it.
@@ -298,3 +299,31 @@ def parse_line_from_worker(data: bytes) -> Told:
         elif line:
             native.append(line.decode(errors="replace"))
     return Told(raised or handled, status, "\n".join(native), collectives)
+
+
+# The second: of dump_traceback_later. Either may follow a progress bar that has not ended its line.
+_DUMP = re.compile(r"(Fatal Python error: )|Timeout \(\d+:\d\d:")
+_OF_A_DUMP = re.compile(
+    r"Current thread|Thread 0x| {2}\S|Extension modules: |Python runtime state: "
+)
+
+
+def parse_stderr(lines: Sequence[str]) -> tuple[str, list[str]]:
+    """Parse the end of a worker's stderr: what faulthandler has written there, or "", and the other lines.
+
+    It writes there if the script has enabled it, as pytest does, or PYTHONFAULTHANDLER. A dump at a time-out counts only if
+    nothing follows: the process may have continued.
+    """
+    for start in range(len(lines) - 1, -1, -1):
+        found = _DUMP.search(lines[start])
+        if found is None:
+            continue
+        end = start + 1
+        while end < len(lines) and _OF_A_DUMP.match(lines[end]):
+            end += 1
+        if found[1] or end == len(lines):
+            before = lines[start][: found.start()]
+            dump = [lines[start][found.start() :], *lines[start + 1 : end]]
+            others = [*lines[:start], *([before] if before else []), *lines[end:]]
+            return "\n".join(dump), others
+    return "", list(lines)

@@ -18,7 +18,6 @@ from .terminal import take_size
 
 # How much of the end of each stderr is kept for a report.
 TAIL_BYTES = 8 * 1024
-TAIL_LINES = 20
 READ_SIZE = 64 * 1024
 # Longer lines are forwarded in pieces of this size.
 MAX_LINE = 1024 * 1024

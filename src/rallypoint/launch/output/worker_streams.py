@@ -20,7 +20,7 @@ from rallypoint.launch.config import LogConfig, Streams
 
 from . import rotation
 from .console import Console
-from .relay import TAIL_BYTES, TAIL_LINES, Relay, Sink, Source
+from .relay import TAIL_BYTES, Relay, Sink, Source
 from .run_folder import needing
 from .terminal import pseudo_terminal
 
@@ -61,8 +61,8 @@ class WorkerStreams:
         for source in self.sources:
             source.done.wait(deadline.remaining())
 
-    def stderr_tail(self) -> tuple[str, ...]:
-        """The last lines of stderr, without escape sequences or overwritten states of progress bars."""
+    def stderr_tail(self) -> list[str]:
+        """The end of stderr in lines, without escape sequences or overwritten states of progress bars."""
         data = b""
         if self.stderr_source is not None:
             data = bytes(self.stderr_source.tail)
@@ -79,7 +79,7 @@ class WorkerStreams:
             line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
             if line:
                 lines.append(line)
-        return tuple(lines[-TAIL_LINES:])
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
