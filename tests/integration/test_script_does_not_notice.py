@@ -777,6 +777,24 @@ def test_the_command_line_shows_the_script(tmp_path: Path, stub_torch: Path) -> 
         assert done.out == repr(f"{Path(sys.executable).name} train.py --lr 0.1\0") + "\n", how
 
 
+# The package looks for them when it is first used: before the variables in memory, as many as Python was started with.
+FINDS_ARGUMENTS = """
+import ctypes, sys
+number, words = ctypes.c_int(), ctypes.POINTER(ctypes.c_wchar_p)()
+ctypes.pythonapi.Py_GetArgcArgv(ctypes.byref(number), ctypes.byref(words))
+memory = open("/proc/self/cmdline").read()
+there = memory.split("\\0")
+print(len(there) - 1 == number.value, there[0] == words[0], "probe.py" in memory, memory[-1:] == "\\0")
+"""
+
+
+def test_setproctitle_finds_the_arguments_of_the_process(run: Runner) -> None:
+    files = {"probe.py": "import setproctitle", "setproctitle.py": FINDS_ARGUMENTS}
+    done = run(Probe(files=files, target=["probe.py"]))
+    assert_same(done)
+    assert done[PYTHON].out == "True True True True\n"
+
+
 def test_a_command_line_longer_than_the_room_for_it(run: Runner) -> None:
     source = "import sys; print(len(sys.argv), sum(map(len, sys.argv)), len(sys.orig_argv))"
     words = [f"--file-{n}={'x' * 50}" for n in range(3000)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import glob
 import mmap
 import os
@@ -396,12 +397,37 @@ def set_title(text: str) -> None:
     byte is not zero, the kernel shows only the text before the first zero, so the padding is hidden.
     Longer texts are cut.
     """
+    start, size = _place_of_arguments()
+    if size > 2:
+        _arguments()  # before they are gone
+        data = os.fsencode(text).replace(b"\0", b" ")[: size - 2]
+        ctypes.memmove(start, data.ljust(size - 1, b"\0") + b".", size)
+
+
+def set_title_as_arguments(text: str) -> None:
+    """Show ``text``, in a memory that looks like the arguments that this process has been started with.
+
+    The package ``setproctitle`` writes where it finds those: as many strings before the first variable, of which the first is the
+    interpreter's name. Blanks that fill the rest are visible, unlike after :func:`set_title`.
+    """
+    start, size = _place_of_arguments()
+    name, *rest = _arguments().split(b"\0")[:-1] or [b""]
+    room = size - len(name) - len(rest) - 1
+    if rest and room > 0:
+        data = os.fsencode(text).replace(b"\0", b" ").partition(b" ")[2][:room]
+        ends = b"\0" * len(rest)
+        ctypes.memmove(start, name + b"\0" + data.ljust(room) + ends, size)
+
+
+@functools.cache
+def _arguments() -> bytes:
+    """Those that this process, or the one that it is a fork of, was started with, as in /proc/PID/cmdline. Kept from the first call on."""
+    return ctypes.string_at(*_place_of_arguments())
+
+
+def _place_of_arguments() -> tuple[int, int]:
+    """Where they are in the memory of this process, and their size; (0, 0) if that is unknown."""
     fields = proc_stat.fields(os.getpid())
-    if len(fields) < 47:
-        return
-    start, end = int(fields[45]), int(fields[46])
-    size = end - start
-    if start <= 0 or size <= 2:
-        return
-    data = os.fsencode(text).replace(b"\0", b" ")[: size - 2]
-    ctypes.memmove(start, data.ljust(size - 1, b"\0") + b".", size)
+    if len(fields) < 47 or int(fields[45]) <= 0:
+        return 0, 0
+    return int(fields[45]), int(fields[46]) - int(fields[45])

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from rallypoint._core import (
     env as environment,
-    process,
     rank_watch,
     scheduling,
     secret,
@@ -35,7 +34,7 @@ from rallypoint._core import (
 from rallypoint.launch import torch_private
 from rallypoint.launch.config import Job, TargetKind
 
-from . import ending, exceptions, import_watch, preloaded, streams
+from . import ending, exceptions, import_watch, preloaded, streams, title
 from .job import ASK_SIGNAL, WorkerFds, WorkerStart
 
 
@@ -130,7 +129,7 @@ def main() -> None:
     job = Job.from_json({**start["job"], "args": sys.argv[3:]})
     streams.make_live(job)
     _fresh_main(job)
-    process.set_title(_title(job))
+    title.show(_title(job))
     outcome = _run(job, fds, None)
     if outcome.interrupted:
         sys.excepthook = lambda *_: (
@@ -162,7 +161,7 @@ def run_forked(
     supervisor_line.hold(fds.line)
     _watch_groups(fds.questions)
     streams.make_live(job)
-    process.set_title(_title(job))
+    title.show(_title(job))
     if call is not None:
         outcome = _run(job, fds, call)
         ending.leave_in_caller(outcome.code, interrupted=outcome.interrupted)
