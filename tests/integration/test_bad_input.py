@@ -541,12 +541,22 @@ def test_a_file_in_the_current_folder_hides_nothing_from_the_launcher(tmp_path: 
     assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
 
 
-def test_without_proc_no_job_is_started(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("flag", "before", "said"),
+    [
+        ("--mount", "umount -l /proc", "rally: /proc is not mounted"),
+        ("--pid", "true", "rally: /proc shows another pid namespace"),
+    ],
+)
+def test_without_a_proc_of_its_own_no_job_is_started(
+    tmp_path: Path, flag: str, before: str, said: str
+):
+    """What it found in another's would be killed under numbers that belong to other processes here."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
     (tmp_path / "train.py").write_text("print('ran')")
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f"umount -l /proc && exec {RALLY} run train.py"],
+        ["unshare", flag, "--fork", "sh", "-c", f"{before} && exec {RALLY} run train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -554,7 +564,7 @@ def test_without_proc_no_job_is_started(tmp_path: Path):
         check=False,
     )
     assert (done.returncode, done.stdout) == (AT_RUN_TIME, ""), done.stderr
-    assert done.stderr.startswith("rally: /proc is not mounted")
+    assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1
 
 

@@ -99,6 +99,11 @@ def is_proc_mounted() -> bool:
     return os.path.exists("/proc/self/stat")
 
 
+def is_proc_ours() -> bool:
+    """Whether ``/proc`` numbers processes as this process does: in an outer pid namespace, its numbers are those of others here."""
+    return os.readlink("/proc/self") == str(os.getpid())
+
+
 def children(pid: int) -> list[int]:
     """The direct children of a process, including zombies; empty if it is gone."""
     found: list[int] = []

@@ -40,6 +40,11 @@ def start_server(
             "/proc is not mounted, and rally finds the processes of a job there"
             " (mount -t proc proc /proc; in a chroot, before entering it)"
         )
+    if not process.is_proc_ours():
+        raise LaunchError(
+            "/proc shows another pid namespace, and rally finds the processes of a job there, which have other numbers here"
+            " (unshare --mount-proc, bwrap --proc /proc)"
+        )
     if config.start_method is StartMethod.FORK:
         assert call is not None
         with environment.overlay({"RALLY_JOB": token}):
