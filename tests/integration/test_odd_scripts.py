@@ -62,6 +62,42 @@ def test_a_script_may_come_through_a_pipe(
     assert done.stdout == ("it ran\n" if code == 0 else "")
 
 
+EVERY_WORKER = """
+import os, sys
+assert sys.stdin.read() == ""
+with open(f"ran.{os.environ['RANK']}.{os.environ['RALLY_GENERATION']}", "w"):
+    sys.exit(os.environ["RALLY_GENERATION"] == "0")
+"""
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_every_worker_runs_what_comes_through_a_pipe_also_after_a_restart(
+    tmp_path: Path, name: str
+) -> None:
+    """One worker read it, once. The others, and those after a restart, ran nothing and succeeded."""
+    flags = ("--nproc-per-node", 2, "--max-restarts", 1)
+    done = rally(tmp_path, *flags, name, through=EVERY_WORKER)
+    assert done.returncode == 0, done.stderr
+    assert {"ran.0.1", "ran.1.1"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("- </dev/null", "rally: script '-': stdin is empty (/dev/null)"),
+        ("- <&-", "rally: script '-': stdin is "),
+        (
+            "/dev/fd/5 5</dev/null",
+            "rally: script '/dev/fd/5': a descriptor that workers do not have",
+        ),
+    ],
+)
+def test_a_script_that_no_worker_can_read_is_refused(tmp_path: Path, words: str, said: str) -> None:
+    done = in_a_shell(tmp_path, f"exec {{rally}} {words}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+
+
 # As daemons do before they open files of their own; then it is asked for its stacks, and fails.
 CLOSES_ALL = """
 import os, signal, sys

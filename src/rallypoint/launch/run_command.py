@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rallypoint._core import env as environment, event_sinks, limits, logs, standard_streams
 from rallypoint.errors import ConfigError
 
+from . import piped_script
 from .command_line import flag_help, given as command_lines
 from .config import LaunchConfig
 from .hosts import report_file
@@ -56,6 +57,7 @@ def run(words: Sequence[str]) -> int:
 
         if not doctor.preflight(config, _say):
             return 1
+    piped_script.keep(config.job)
     return launch(config, report_fd, files)
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from rallypoint._core import near_words
 from rallypoint.errors import ConfigError
+from rallypoint.launch import piped_script
 from rallypoint.launch.config import Job, TargetKind
 
 from .values import Values
 
 
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/[1-9]")
 _PYTHON = re.compile(r"python[0-9.]*|pypy[0-9.]*", re.ASCII)
 
 
@@ -43,8 +45,11 @@ def target_from(values: Values, words: tuple[str, ...]) -> Job:
             hint = f"leave -m out: rally run … {name}"
             raise ConfigError("--module", name, "a file, not the name of a module", hint)
         return Job(kind=TargetKind.MODULE, name=name, args=args)
-    _check_not_a_program(name, args, values.env.get("PATH"))
-    _check_script(name)
+    if piped_script.is_named(name):
+        piped_script.check(name)
+    else:
+        _check_not_a_program(name, args, values.env.get("PATH"))
+        _check_script(name)
     return Job(kind=TargetKind.SCRIPT, name=name, args=args)
 
 
@@ -80,6 +85,9 @@ def _check_not_a_program(name: str, args: tuple[str, ...], path: str | None) -> 
 
 
 def _check_script(name: str) -> None:
+    if _DESCRIPTOR.match(name):  # `rally run <(cat train.py)`
+        hint = "rally run - < <(command), or name a file"
+        raise ConfigError("script", name, "a descriptor that workers do not have", hint)
     path = Path(name)
     try:
         mode = path.stat().st_mode

@@ -31,7 +31,7 @@ from rallypoint._core import (
     stack_line,
     supervisor_line,
 )
-from rallypoint.launch import torch_private
+from rallypoint.launch import piped_script, torch_private
 from rallypoint.launch.config import Job, TargetKind
 
 from . import ending, exceptions, import_watch, preloaded, streams, title
@@ -64,7 +64,8 @@ def exec_worker(job: Job, worker: WorkerStart) -> NoReturn:
         # lines. Unbuffered output at least appears at once.
         unbuffered = [] if job.block_buffered else ["-u"]
         module = ["-m"] if job.kind is TargetKind.MODULE else []
-        _exec(python, [python, *unbuffered, *module, job.name, *job.args], env)
+        name = piped_script.PLACE if job.name == piped_script.AS_IN_PYTHON else job.name
+        _exec(python, [python, *unbuffered, *module, name, *job.args], env)
     fds = worker.fds
     own = {name: getattr(fds, name) for name in _OWN_FDS}
     kept = [fd for fd in own.values() if fd is not None]
@@ -112,6 +113,8 @@ def import_path(job: Job) -> str | None:
         return None
     if job.kind is TargetKind.SCRIPT:
         path = Path(job.name)
+        if job.name == piped_script.PLACE and not path.resolve().exists():
+            return "/proc/self/fd"  # as for the pipe that the file in memory replaces
         return _full_name(job.name) if _is_container(path) else str(path.resolve().parent)
     return str(Path.cwd())
 
@@ -323,12 +326,16 @@ def _execute(job: Job, fds: WorkerFds, call: Callable[[WorkerFds], None] | None)
             raise AssertionError("programs are executed, not run")
 
 
+# What Python calls a script that it reads from stdin.
+_STDIN = "<stdin>"
+
+
 def _run_script(name: str) -> None:
     path = Path(name)
     if _is_container(path):
         torch_private.run_module_as_main("__main__", alters_argv=False)
         return
-    full = _full_name(name)
+    full = _STDIN if name == piped_script.AS_IN_PYTHON else _full_name(name)
     loader: importlib.machinery.SourcelessFileLoader | importlib.machinery.SourceFileLoader
     if name.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", full)
@@ -345,7 +352,7 @@ def _run_script(name: str) -> None:
 
 
 def _compiled(full: str) -> types.CodeType | None:
-    with io.open_code(full) as file:
+    with io.open_code(piped_script.PLACE if full == _STDIN else full) as file:
         source = file.read()
     try:
         return compile(source, full, "exec", dont_inherit=True)
