@@ -116,6 +116,14 @@ def test_open_files_of_a_command(tmp_path, most):
     assert f"no more than {most} files may be open in a process (RLIMIT_NOFILE)" in said
 
 
+def test_a_size_of_files_that_leaves_no_room_for_those_in_memory(tmp_path):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    said = rally(tmp_path, preexec_fn=limit)
+    assert "no file may be larger than 0 bytes, also in memory (RLIMIT_FSIZE)" in said
+
+
 def test_more_workers_than_the_machine_takes_are_refused_before_any_starts(tmp_path):
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))

@@ -53,6 +53,7 @@ def worst(findings: list[Finding]) -> tuple[Level, str] | None:
         ({"open_files": 1024}, (Level.REMARK, "open files")),
         ({"open_files": 256}, (Level.PROBLEM, "open files")),
         ({"cpu_seconds": 3600}, (Level.REMARK, "CPU time")),
+        ({"file_size": 1 << 30}, (Level.REMARK, "file size")),
         ({"locked_memory": 64 << 10}, None),
         ({"locked_memory": 64 << 10, "infiniband": True}, (Level.PROBLEM, "locked memory")),
         ({"infiniband": True}, None),

@@ -6,16 +6,18 @@ import functools
 import importlib.util
 import logging
 import os
+import resource
 import sys
 import threading
 
 import cloudpickle
 import pytest
 
+from rallypoint._core import limits
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import MultiprocessConfig
 from rallypoint.launch.multiprocess_config import LAUNCH_METHODS
-from rallypoint.launch.worker import payload
+from rallypoint.launch.worker import exceptions, payload
 
 
 FACTS = payload.CallerFacts(
@@ -92,6 +94,19 @@ def test_a_thing_that_raises_anything_when_pickled_is_named():
     with pytest.raises(ConfigError, match="ZeroDivisionError: I will not go") as caught:
         pack(plain, Stubborn())
     assert "argument 0" in str(caught.value)
+
+
+def test_a_limit_of_the_system_is_not_taken_for_an_object_that_cannot_be_pickled():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        with pytest.raises(OSError) as caught:
+            pack(plain, bytes(2 << 20))
+        words = "no file may be larger than 1048576 bytes, also in memory (RLIMIT_FSIZE)"
+        assert words in str(limits.explain(caught.value))
+        assert words in exceptions.message_of(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_facts_survive_the_way():

@@ -31,10 +31,18 @@ def explain(error: BaseException) -> str | None:
             return f"no more than {soft} files may be open in a process (RLIMIT_NOFILE): {more}"
         case errno.ENFILE:
             return "the system has no room for more open files (fs.file-max): raise it with sysctl"
+        case errno.EFBIG if (most := file_size()) is not None:
+            return f"no file may be larger than {most} bytes, also in memory (RLIMIT_FSIZE): raise it with ulimit -f"
         case errno.EAGAIN if not error.filename:
             return _too_many_processes()
         case _:
             return None
+
+
+def file_size() -> int | None:
+    """The most bytes that a file which this process writes may have, also a file in memory; None if there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def working_directory() -> str | None:

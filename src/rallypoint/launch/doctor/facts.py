@@ -40,6 +40,7 @@ class NodeFacts:
         processes_limit: the name of that limit.
         too_many_workers: why it cannot run that many workers; may be empty.
         cpu_seconds: the most CPU time that a process may use, in seconds: the lower of its limits.
+        file_size: the most bytes that a file may have, also in memory.
         cpus: CPUs that this process may use.
         quota: the control group's limit, in CPUs.
         memory: available memory.
@@ -66,6 +67,7 @@ class NodeFacts:
     processes_limit: str = ""
     too_many_workers: str = ""
     cpu_seconds: int | None = None
+    file_size: int | None = None
     cpus: int = 1
     quota: float | None = None
     memory: int | None = None

@@ -147,6 +147,15 @@ def _cpu_time(where: str, node: NodeFacts) -> Iterator[Finding]:
         )
 
 
+def _file_size(where: str, node: NodeFacts) -> Iterator[Finding]:
+    what, limit = "file size", node.file_size
+    if limit is None:
+        yield Finding(Level.FINE, where, what, "no limit")
+    else:
+        found = f"at most {size(limit)}, also in memory and for checkpoints"
+        yield Finding(Level.REMARK, where, what, found, "ulimit -f")
+
+
 def _locked_memory(where: str, node: NodeFacts) -> Iterator[Finding]:
     what, limit = "locked memory", node.locked_memory
     shown = "no limit" if limit is None else f"at most {size(limit)} per process"
@@ -249,6 +258,7 @@ def _gpus(where: str, node: NodeFacts) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[str, NodeFacts], Iterator[Finding]], ...] = (
     _open_files,
     _cpu_time,
+    _file_size,
     _locked_memory,
     _processes,
     _cpus,

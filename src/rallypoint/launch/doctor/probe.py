@@ -60,6 +60,7 @@ def facts(workers: int | None, log_folder: str | None = None) -> NodeFacts:
         processes_limit=limit,
         too_many_workers=limits.why_not(workers or 1) or "",
         cpu_seconds=min(filter(None, limits.cpu_seconds(os.getpid())), default=None),
+        file_size=limits.file_size(),
         cpus=len(os.sched_getaffinity(0)),
         quota=cgroup.cpu_quota(),
         memory=_memory(),

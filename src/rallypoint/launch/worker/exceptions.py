@@ -7,13 +7,14 @@ traceback is on the worker's stderr.
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
-from rallypoint._core import clock
+from rallypoint._core import clock, limits
 from rallypoint._core.whole_writes import NOBODY_READS, write_whole
 from rallypoint.launch import torch_private
 
@@ -92,6 +93,8 @@ def message_of(error: BaseException) -> str:
             message = _UNKNOWN
         if isinstance(error, BrokenPipeError) and _is_of_output(error):
             message += f": {NOBODY_READS}"
+        if type(error) is OSError and error.errno == errno.EFBIG:
+            message += f": {reached}" if (reached := limits.explain(error)) else ""
         parts.append(message[:MAX_MESSAGE])
         if not isinstance(error, BaseExceptionGroup):
             break

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import code_files, env as environment, forks, linux, raised
+from rallypoint._core import code_files, env as environment, forks, limits, linux, raised
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -105,6 +105,7 @@ def pack(call: Call, facts: CallerFacts, *, installed_only: bool = False) -> int
 
     Raises:
         ConfigError: a part of it, which the error names, cannot be pickled.
+        OSError: a limit of the system, such as that of the size of files.
     """
     fd = linux.memfd_create("rally-call", linux.MFD_CLOEXEC)
     try:
@@ -114,7 +115,9 @@ def pack(call: Call, facts: CallerFacts, *, installed_only: bool = False) -> int
             with _by_value(call, _is_installed if installed_only else _can_be_imported):
                 try:
                     _dump(call, file)
-                except Exception as error:  # noqa: BLE001  a user's __reduce__ may raise anything
+                except Exception as error:  # a user's __reduce__ may raise anything
+                    if limits.explain(error) is not None:
+                        raise
                     raise _unpicklable(call, error) from None
     except BaseException:
         os.close(fd)
@@ -405,6 +408,8 @@ def _leave_result(fds: WorkerFds, rank: int, result: object) -> None:
         with open(fds.result, "wb", closefd=False) as file:
             _dump(result, file)
     except Exception as error:  # noqa: BLE001  a user's __reduce__ may raise anything
+        if (reached := limits.explain(error)) is not None:
+            raise LaunchError(f"the result of rank {rank} cannot be stored: {reached}") from None
         inside, what, error_inside = _innermost(result, error, _MAX_DEPTH)
         inner = f"{inside} ({_kind(what)})," if inside else ""
         raise TypeError(
