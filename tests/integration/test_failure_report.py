@@ -232,6 +232,15 @@ WAYS = {
         headline="was killed by SIGSEGV",
         native="in fail",
     ),
+    "a child crashes": Way(
+        "if os.fork() == 0: ctypes.string_at(0)\n    os.wait(); raise RuntimeError('no child')",
+        code=1,
+        headline="raised RuntimeError",
+        raised="RuntimeError",
+        message="no child",
+        traceback="in fail",
+        native="in fail",
+    ),
     "SIGTERM from elsewhere": Way(
         "os.kill(os.getpid(), signal.SIGTERM)",
         code=128 + signal.SIGTERM,

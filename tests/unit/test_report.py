@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -139,6 +140,15 @@ Current thread 0x00007f02 (most recent call first):
     text = render(report(killed(0, signal.SIGABRT, native_stack=stack)))
     assert "train.py" in text
     assert "bootstrap.py" not in text
+
+
+def test_the_stack_of_a_child_is_told_from_that_of_a_worker():
+    crashed = replace(killed(0, signal.SIGSEGV, native_stack=NATIVE), signal=None, exit_code=1)
+    assert "where a child of it crashed (most recent call first)" in render(report(crashed))
+    late = replace(
+        crashed, native_stack=NATIVE.replace(NATIVE.splitlines()[0], "Timeout (0:00:30)!")
+    )
+    assert "at the fault" in render(report(late))
 
 
 def test_a_killed_worker_shows_why_and_its_last_words():

@@ -328,11 +328,9 @@ class Generation:
         at = worker.ended_at if raised is None else raised.at
         if stopped and raised is None:
             raised = handled  # otherwise it had recovered, and failed for another reason
-        native = native if number is not None else ""
         stderr = worker.streams.stderr_tail()
-        dumped, others = parse_stderr(stderr)
-        if dumped and not native and raised is None:
-            native, stderr = dumped, others
+        if not native:
+            native, stderr = parse_stderr(stderr)
         return WorkerFailure(
             host=host_name(),
             node_rank=self._node_rank,

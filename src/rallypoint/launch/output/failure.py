@@ -98,7 +98,8 @@ class WorkerFailure:
         exit_code: the exit code, or None if a signal ended the worker.
         signal: the number of the signal that ended it, or None.
         raised: the exception that ended it, or None.
-        native_stack: the Python stack at a native fault, or at a time-out that the script has set (from faulthandler), or "".
+        native_stack: the Python stack at a native fault, its own or that of a child, or at a time-out that the script has set
+            (from faulthandler); or "".
         cause: further evidence, such as the OOM killer; or "".
         stderr: the last lines of its stderr, without a native stack that is in ``native_stack``.
         at: when it failed, on the monotonic clock of ``host``.
@@ -132,6 +133,13 @@ class WorkerFailure:
             return signal.Signals(self.signal).name
         except ValueError:
             return f"signal {self.signal}"
+
+    @property
+    def child_crashed(self) -> bool:
+        """Whether the native stack is that of a child, such as a process of a pool."""
+        return (
+            bool(self.native_stack) and self.signal is None and not _is_timeout(self.native_stack)
+        )
 
     @property
     def left_early(self) -> bool:
@@ -301,11 +309,16 @@ def parse_line_from_worker(data: bytes) -> Told:
     return Told(raised or handled, status, "\n".join(native), collectives)
 
 
-# The second: of dump_traceback_later. Either may follow a progress bar that has not ended its line.
-_DUMP = re.compile(r"(Fatal Python error: )|Timeout \(\d+:\d\d:")
+_TIMEOUT = r"Timeout \(\d+:\d\d:"  # of dump_traceback_later
+# Either may follow a progress bar that has not ended its line.
+_DUMP = re.compile(rf"(Fatal Python error: )|{_TIMEOUT}")
 _OF_A_DUMP = re.compile(
     r"Current thread|Thread 0x| {2}\S|Extension modules: |Python runtime state: "
 )
+
+
+def _is_timeout(stack: str) -> bool:
+    return re.match(_TIMEOUT, stack) is not None
 
 
 def parse_stderr(lines: Sequence[str]) -> tuple[str, list[str]]:

@@ -301,7 +301,8 @@ def _root_lines(root: WorkerFailure, report: FailureReport, width: int, paint: _
     if raised is not None and raised.traceback:
         lines += _block(stack_lines.of(raised.traceback, most), width, most, paint)
     if root.native_stack:
-        lines.append("  at the fault (most recent call first)")
+        where = "where a child of it crashed" if root.child_crashed else "at the fault"
+        lines.append(f"  {where} (most recent call first)")
         lines += _block(_native(root.native_stack), width, most, paint, keep_end=False)
     if (raised is None or (raised.is_exit and _is_number(raised.message))) and root.stderr:
         lines.append("  last lines of its stderr")
