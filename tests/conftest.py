@@ -120,7 +120,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # torch's threads wait for one another by spinning, which is slow when other tests want the CPU, too.
     if hasattr(sys.modules.get("torch"), "set_num_threads"):
         sys.modules["torch"].set_num_threads(1)
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -24,15 +24,31 @@ import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from huge_pages import use_huge_pages
 from rallypoint._core import collector, process, supervisor_line
 from rallypoint.launch import torch_private
 from rallypoint.launch.worker import bootstrap, ending, preloaded
 
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
-MADV_COLLAPSE, HUGE_PAGE = 25, 1 << 21
 # Programs started before it is worth half a second to make forks cheaper.
 _FEW = 5
+# What every fork server or its workers, and every supervisor, would import on its own.
+_FORK_SERVERS = (
+    "rallypoint.launch.server.forkserver",
+    "rallypoint.launch.worker.collective_thread",
+)
+_SUPERVISORS = (
+    "rallypoint.launch.cli",
+    "rallypoint.launch.run_command",
+    "rallypoint.launch.supervisor",
+    "rallypoint.launch.command_line.settings",
+    "rallypoint.launch.coordination.coordinator",
+    "rallypoint.control.slowness.slow_words",
+    *(f"rallypoint.rendezvous.backends.{each}" for each in ("tcp", "etcd", "file", "memory")),
+)
+# torch's, for TORCH_CPP_LOG_LEVEL.
+_LOG_LEVELS = ("INFO", "WARNING", "ERROR", "FATAL")
 # Loaded for fork servers only: what a supervisor does to its own modules does not affect these.
 _servers_modules: dict[str, types.ModuleType] = {}
 # What an interpreter has in sys.path besides its first entry, which depends on how it was started.
@@ -40,24 +56,28 @@ _installed: list[str] = []
 
 
 def main() -> NoReturn:
+    del sys.modules["huge_pages"]  # programs might see it
     line = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # collections are a third of the time that these imports take
-    for name in ("rallypoint.launch.server.forkserver", *sys.argv[2:-1]):
+    for name in (*_FORK_SERVERS, *sys.argv[2:-1]):
         # Tests/stub has less than torch has. What asks to be called in workers asks again when a script imports it.
         with contextlib.suppress(ImportError), supervisor_line.nothing_awaited():
             importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
         _servers_modules[name] = sys.modules.pop(name)
-    importlib.import_module("rallypoint.launch.cli")
-    importlib.import_module("rallypoint.launch.run_command")
-    importlib.import_module("rallypoint.launch.supervisor")
+    for name in _SUPERVISORS:
+        importlib.import_module(name)
     os.environ.pop("ROOM", None)
     torch_private.keep_operators_at_exit()
+    if "torch._dynamo" in sys.modules:
+        # As a worker's first process group does: it would free, object by object, what imports have put there.
+        sys.modules["torch._dynamo"].trace_rules.clear_lru_cache()
+    gc.freeze()  # what torch leaves as garbage is not worth a quarter of a second
     collector.settle()
     gc.enable()
     for count in itertools.count():
         if count == _FEW:
-            _use_huge_pages()
+            use_huge_pages()
         message, received, _, _ = socket.recv_fds(line, 1, 16)
         if not message:
             os._exit(0)
@@ -80,19 +100,6 @@ def main() -> NoReturn:
             os.close(fd)
         os.waitpid(pid, 0)
         line.send(b".")
-
-
-def _use_huge_pages() -> None:
-    """Move this process's memory to huge pages, if the kernel can: a fork, and its end, then touch far fewer entries."""
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with open("/proc/self/maps") as file:
-        maps = [line.split() for line in file]
-    for addresses, access, *_, name in (each if len(each) > 5 else [*each, ""] for each in maps):
-        begin, end = (int(each, 16) for each in addresses.split("-"))
-        first, last = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-        if access.startswith("rw") and name in {"", "[heap]"} and first < last:
-            libc.madvise(first, last - first, MADV_COLLAPSE)
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
@@ -119,6 +126,8 @@ def _become(order: dict[str, Any], fds: list[int]) -> NoReturn:
         if "torch.distributed.run" in sys.modules:
             _have_servers_modules()  # torch has loaded its plug-ins from these
     known_modules = frozenset(sys.modules)
+    # At the end, this module is emptied, and all modules that only it refers to would be destroyed one by one.
+    _outlive = tuple(globals().values())
     code, interrupted = 0, False
     try:
         _run(order["run"], order["name"], order["words"])
@@ -184,6 +193,9 @@ def _take_environment(env: dict[str, str]) -> None:
     """Replace the environment by these variables, and show them in /proc."""
     os.environ.clear()
     os.environ.update(env)
+    if hasattr(sys.modules.get("torch"), "_C"):  # tests/stub has none
+        level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+        level.value = _LOG_LEVELS.index(env.get("TORCH_CPP_LOG_LEVEL", "WARNING"))
     with open("/proc/self/stat") as file:
         start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
     text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
@@ -213,6 +225,9 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
     try:  # an error must not return into the code of the supervisor that forked
         _forget_parent(fds)
         _have_servers_modules()
+        torch_private.keep_operators_at_exit = (
+            _do_nothing  # done; it would look at each of them again
+        )
         subprocess.Popen = _Popen.__base__  # type: ignore[misc]
         before = dict(os.environ)
         _take_environment(env)
@@ -229,6 +244,10 @@ def _become_fork_server(code: str, env: dict[str, str], fds: Sequence[int]) -> N
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _forget_parent(fds: Sequence[int] = ()) -> None:

@@ -219,7 +219,7 @@ class ForkServers:
     """
 
     def __init__(self) -> None:
-        self._zygote = _zygote(dict(os.environ), TORCH[:2], first=True)
+        self._zygote = _zygote(dict(os.environ), TORCH, first=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -291,7 +291,8 @@ def _zygote(env: dict[str, str], imports: tuple[str, ...], *, first: bool) -> Zy
 def _read_when_loaded(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that Python and torch read when they are loaded, except those that a fork heeds itself."""
     read = {k: v for k, v in env.items() if k.startswith(_READ_WHEN_LOADED)}
-    read.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_CPP_LOG_LEVEL"):
+        read.pop(name, None)
     if _added_path(env):
         read.pop("PYTHONPATH")
         read |= {k: v for k, v in os.environ.items() if k == "PYTHONPATH"}

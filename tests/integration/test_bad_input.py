@@ -65,10 +65,10 @@ class Asker:
         marker = uuid.uuid4().hex
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
         plain |= {"TMPDIR": str(self.tmp), "RALLY_TEST": marker, "PYTHONDONTWRITEBYTECODE": "1"}
-        # What cannot be a fork has an empty torch: none of these commands gets as far as a worker.
+        plain["PYTHONPATH"] = str(
+            STUB
+        )  # an empty torch: none of these commands gets as far as a worker
         anew = unprivileged or any(name.startswith(READ_AT_A_START) for name in env)
-        if anew:
-            plain["PYTHONPATH"] = str(STUB)
         before = sorted(self.folder.rglob("*"))
         done = supervisors.run(
             [RALLY, *words],

@@ -27,8 +27,6 @@ pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 LIMIT = 120  # seconds for a command
-# What the jobs of the pages import, loaded for all of them at once.
-IMPORTS = supervisors.TORCH[:3]
 _BLOCK = re.compile(r"<!-- (?P<what>[^>]*?) -->\n```\w*\n(?P<text>.*?)```", re.DOTALL)
 _PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -80,7 +78,6 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
                         timeout=LIMIT,
                         text=True,
                         check=False,
-                        imports=IMPORTS,
                     )
                 output, ran = done.stdout, ran + 1
                 assert done.returncode == int(value), output
@@ -112,7 +109,6 @@ def test_the_tutorial_s_job_outlives_a_node(tmp_path: Path) -> None:
                     env=environment(),
                     stdout=file,
                     stderr=file,
-                    imports=IMPORTS,
                 )
             )
     try:

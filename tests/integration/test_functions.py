@@ -48,8 +48,6 @@ pytestmark = pytest.mark.integration
 TWO = MultiprocessConfig(world_size=2, backend="gloo")
 # Forks of this process, which has torch already, for when it does not matter how workers are launched.
 FORKS = MultiprocessConfig(world_size=2, backend="gloo", launch_method="fork")
-# What a forked process finds imported; the same as a forked fork server's, so that they share a zygote.
-IMPORTS = supervisors.TORCH[:2]
 # Seconds allowed for bad input, from the call to its error.
 SOON = 5.0
 
@@ -494,7 +492,6 @@ def test_init_and_run_joins_by_tcp_and_leaves(tmp_path):
             [sys.executable, script, str(rank), url],
             stdout=subprocess.PIPE,
             text=True,
-            imports=IMPORTS,
         )
         for rank in range(2)
     ]
@@ -657,7 +654,6 @@ def test_forks_leave_the_callers_children_buffers_and_threads_alone(tmp_path):
         text=True,
         timeout=100,
         env=buffered(),
-        imports=IMPORTS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "once\nNone\n"
@@ -691,9 +687,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
         print(results == [Result(0), Result(1)], [type(r) is Result for r in results])
         """)
     )
-    done = supervisors.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, imports=IMPORTS
-    )
+    done = supervisors.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "top of the script\nTrue [True, True]\n"
 
@@ -710,9 +704,7 @@ def test_the_report_shows_the_file_and_the_line_of_a_function_of_the_script(tmp_
         "    launch_subprocesses(work, MultiprocessConfig(world_size=2, backend='gloo'))\n"
         "main()\n"
     )
-    done = supervisors.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=100, imports=IMPORTS
-    )
+    done = supervisors.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     report = done.stderr.partition("root cause")[2]
     assert re.search(r'script\.py", line 4, in nested', report), done.stderr
     assert "│     return batch['image']" in report
@@ -758,7 +750,6 @@ def test_a_notebook_cell_launches_and_shows_the_output_of_workers(method):
         capture_output=True,
         text=True,
         timeout=100,
-        imports=IMPORTS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0, 10] ['in rank 0', 'in rank 1']\n"
@@ -799,7 +790,6 @@ def test_a_signal_to_the_caller_ends_the_workers_then_has_its_effect(number, met
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        imports=IMPORTS,
     )
     end = time.monotonic() + 100
     while len(pids := [int(p.read_text() or 0) for p in tmp_path.glob("*.pid")]) < 2 or 0 in pids:

@@ -17,6 +17,7 @@ IMPORTS = ("torch.distributed", "torch._dynamo")
 
 WITHOUT = """
 import atexit, fcntl, gc, os, signal
+gc.set_threshold(1_000_000)  # or a fifth of the time that torch's import takes is collections
 atexit.register(gc.freeze)  # or an interpreter that ends looks through all of torch for cycles
 for module, names in (
     (os, ("pidfd_open", "memfd_create", "copy_file_range", "getrandom", "P_PIDFD", "PIDFD_NONBLOCK")),

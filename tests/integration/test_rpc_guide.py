@@ -46,9 +46,7 @@ def start(folder, *command):
     return supervisors.Popen(
         [sys.executable, *map(str, command)],
         cwd=folder,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

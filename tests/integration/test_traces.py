@@ -98,7 +98,6 @@ def run(*words: str, script: Path, **env: str) -> subprocess.CompletedProcess[st
         text=True,
         timeout=120,
         check=False,
-        imports=supervisors.TORCH[:2],
     )
 
 

@@ -8,9 +8,12 @@ import pytest
 from rallypoint.testing import no_leaks
 
 
+_HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    if importlib.util.find_spec("torch") is None:  # tests that stop for lack of torch leak
+    if not _HAS_TORCH:  # tests that stop for lack of torch leak
         yield
         return
     with no_leaks(patience=60):

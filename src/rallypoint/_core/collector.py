@@ -33,13 +33,18 @@ def keep() -> None:
 
 
 def settle() -> None:
-    """Free what can be freed, exempt the rest from later collections, and prepare the names of modules for forks.
+    """Prepare the names of modules for forks, free what can be freed, and exempt the rest from later collections.
 
     The collector writes to the objects it visits, which would copy their pages in every worker.
     """
+    _gather_names()  # first: what is freed leaves gaps, and the names would go into these
+    # Also empties the interpreter's lists of unused objects, or each fork would, page by page, in its first collection.
     gc.collect()
-    _gather_names()
     gc.freeze()
+
+
+# Identities of the names that have been gathered, here or in a process that this one is a fork of.
+_gathered: set[int] = set()
 
 
 def _gather_names() -> None:
@@ -51,9 +56,13 @@ def _gather_names() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_LONG)  # no other thread finds a module missing
     try:
-        for name, module in list(sys.modules.items()):
-            del sys.modules[name]
-            sys.modules[_copy(name) if type(name) is str else name] = module
+        names = list(sys.modules)
+        new = (place for place, name in enumerate(names) if id(name) not in _gathered)
+        for name in names[next(new, len(names)) :]:  # all that follow, for their order
+            module = sys.modules.pop(name)
+            gathered = _copy(name) if type(name) is str else name
+            sys.modules[gathered] = module
+            _gathered.add(id(gathered))
     finally:
         sys.setswitchinterval(interval)
 

@@ -21,6 +21,9 @@ from rallypoint._core import linux, process
 from rallypoint._core.clock import Deadline
 
 
+_SHARED = (b"/dev/shm/", b"/memfd:")
+
+
 class Leak(AssertionError):
     """Something is left behind; the message names each thing."""
 
@@ -129,10 +132,14 @@ def _holdings() -> dict[tuple[str, str], str]:
         except OSError:  # the one used for reading the list
             continue
         found["descriptor", f"{fd} {target}"] = f"descriptor {fd} of {target}"
-    with open("/proc/self/maps", errors="replace") as maps:
-        for line in maps:
+    with open("/proc/self/maps", "rb") as file:
+        maps = file.read()
+    if any(
+        b" " + start in maps for start in _SHARED
+    ):  # most processes have none, and hundreds of other lines
+        for line in maps.splitlines():
             path = line.split(maxsplit=5)[-1].strip()
-            if path.startswith(("/dev/shm/", "/memfd:")):  # noqa: S108  it is only looked at
-                inode = line.split(maxsplit=5)[4]
-                found["memory", f"{inode} {path}"] = f"shared memory {path}"
+            if path.startswith(_SHARED):
+                inode, name = line.split(maxsplit=5)[4].decode(), path.decode(errors="replace")
+                found["memory", f"{inode} {name}"] = f"shared memory {name}"
     return found
