@@ -65,9 +65,8 @@ class Asker:
         marker = uuid.uuid4().hex
         plain = {"PATH": f"{Path(RALLY).parent}:/usr/bin:/bin", "HOME": str(self.folder)}
         plain |= {"TMPDIR": str(self.tmp), "RALLY_TEST": marker, "PYTHONDONTWRITEBYTECODE": "1"}
-        plain["PYTHONPATH"] = str(
-            STUB
-        )  # an empty torch: none of these commands gets as far as a worker
+        # An empty torch: none of these commands gets as far as a worker.
+        plain["PYTHONPATH"] = str(STUB)
         anew = unprivileged or any(name.startswith(READ_AT_A_START) for name in env)
         before = sorted(self.folder.rglob("*"))
         done = supervisors.run(

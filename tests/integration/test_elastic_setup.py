@@ -178,3 +178,34 @@ def test_a_process_that_takes_a_rank_over_gets_what_it_got(tmp_path: Path, spare
         assert len(all_of_it) >= 2, f"rank {rank} was not taken over"
         for name, first in all_of_it[0].items():
             assert all(each[name] == first for each in all_of_it), f"rank {rank}: {name}"
+
+
+DESTROYED = """
+import os
+import torch
+import torch.distributed as dist
+from rallypoint import elastic
+
+dist.init_process_group("gloo")
+held = []
+for _ in range(4):
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=group)
+    held.append([len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
+    dist.destroy_process_group(group)
+    del group
+assert held == held[:1] * 4, held
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_that_is_destroyed_in_the_set_up_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DESTROYED)
+    done = run(
+        [*(sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2"), "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr

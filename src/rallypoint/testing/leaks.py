@@ -134,9 +134,8 @@ def _holdings() -> dict[tuple[str, str], str]:
         found["descriptor", f"{fd} {target}"] = f"descriptor {fd} of {target}"
     with open("/proc/self/maps", "rb") as file:
         maps = file.read()
-    if any(
-        b" " + start in maps for start in _SHARED
-    ):  # most processes have none, and hundreds of other lines
+    # Most processes have none of these, and hundreds of other lines.
+    if any(b" " + start in maps for start in _SHARED):
         for line in maps.splitlines():
             path = line.split(maxsplit=5)[-1].strip()
             if path.startswith(_SHARED):

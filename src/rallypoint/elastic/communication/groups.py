@@ -27,6 +27,7 @@ class Groups:
     def __init__(self, wiring: Wiring | None, answerer: Answerer | None) -> None:
         self._wiring, self._answerer = wiring, answerer
         self._groups: list[KeptGroup] = []
+        self._in_session = False
         self._replica: int | None = (
             None  # how many ranks a replica has, if the number of replicas may change
         )
@@ -44,8 +45,13 @@ class Groups:
     def wiring(self) -> Wiring | None:
         return self._wiring
 
-    def forget_destroyed(self) -> None:
-        """Keep only the groups that torch still knows. The script is at the same place in all members."""
+    def begin_session(self) -> None:
+        """From now on, groups are formed again after a loss. The script is at the same place in all members."""
+        self._forget_destroyed()
+        self._in_session = True
+
+    def _forget_destroyed(self) -> None:
+        """Keep only the groups that torch still knows."""
         self._groups = [each for each in self._groups if torch_private.is_known(each)]
 
     def install(self) -> None:
@@ -145,8 +151,9 @@ class Groups:
             torch_private.names_of_groups()
         ):
             return original(size, rank, ranks, backend, store, group_name, **options)
-        if torch_private.is_first_group():
-            self.forget_destroyed()
+        # In a session, a member may not have destroyed a group yet that others form again.
+        if not self._in_session or torch_private.is_first_group():
+            self._forget_destroyed()
         if ranks and self._groups and len(ranks) < len(self._groups[0].members):
             rank_watch.bind("a group of some ranks is made")
         tag = options.get("pg_tag")

@@ -38,22 +38,28 @@ class Recorder:
         self._results: dict[str, list[tuple[str, list[bytes] | None]]] = {}
         # Messages are each rank's own: one rank sends what another receives.
         self._messages: dict[str, list[tuple[str, list[bytes] | None]]] = {}
-        self._groups: dict[str, KeptGroup] = {}
+        self._ranks: dict[str, int] = {}  # of this process in each group
+        self._without_data: dict[str, tuple[str, None]] = {}
         self._size = 0
 
     def observe(
         self, group: KeptGroup, operation: str, args: tuple[Any, ...], work: dist.Work | None
     ) -> None:
-        """Record an operation's result. Blocks: until it is available, except for messages, which may end only after what the
-        script does next."""
-        self._groups[group.kept_name] = group
+        """Record an operation's result. Blocks: until it is available if it is small enough to be recorded, except for messages,
+        which may end only after what the script does next."""
+        self._ranks[group.kept_name] = group.rank()
         if operation in torch_private.POINT_TO_POINT:
             self._observe_message(group.kept_name, operation, args, work)
             return
+        results = self._results.setdefault(group.kept_name, [])
+        tensors = self._fitting(args)
+        if tensors is None:
+            # One tuple for all: a script that has no session may call millions.
+            results.append(self._without_data.setdefault(operation, (operation, None)))
+            return
         if work is not None:
             work.wait()
-        results = self._results.setdefault(group.kept_name, [])
-        results.append((operation, self._data(args)))
+        results.append((operation, list(map(bytes_of, tensors))))
 
     def _observe_message(
         self, name: str, operation: str, args: tuple[Any, ...], work: dist.Work | None
@@ -65,20 +71,22 @@ class Recorder:
             return
 
         def received() -> None:
-            if (data := self._data(args)) is not None:
+            if (tensors := self._fitting(args)) is not None:
+                data = map(bytes_of, tensors)
                 # NCCL does not report the sender, but a receive over NCCL has named it.
                 source = work.source_rank() if isinstance(work, KeptMessage) else args[1]
                 messages[at] = operation, [*data, str(source).encode()]
 
         work.observer = received
 
-    def _data(self, args: tuple[Any, ...]) -> list[bytes] | None:
+    def _fitting(self, args: tuple[Any, ...]) -> list[torch.Tensor] | None:
+        """The tensors of a result; None if they are too large to be recorded."""
         tensors = list(flat(args[0])) if args else []
         size = sum(each.numel() * each.element_size() for each in tensors)
         if size > MAX_RESULT or self._size + size > MAX_RECORD:
             return None
         self._size += size
-        return [bytes_of(each) for each in tensors]
+        return tensors
 
     def parts(self) -> dict[str, bytes]:
         """The parts of the record, by the keys under which this process stores them.
@@ -87,17 +95,17 @@ class Recorder:
         """
         found: dict[str, bytes] = {}
         for name, results in self._results.items():
-            group = self._groups[name]
+            rank = self._ranks[name]
             own = [(op, None if op in torch_private.SAME_FOR_ALL else data) for op, data in results]
             if any(data is not None for _, data in own):
-                found[_own_key(name, group.rank())] = _packed(own)
-            if group.rank() == 0:
+                found[_own_key(name, rank)] = _packed(own)
+            if rank == 0:
                 shared = [
                     (op, data if op in torch_private.SAME_FOR_ALL else None) for op, data in results
                 ]
                 found[_shared_key(name)] = _packed(shared)
         for name, messages in self._messages.items():
-            found[_messages_key(name, self._groups[name].rank())] = _packed(messages)
+            found[_messages_key(name, self._ranks[name])] = _packed(messages)
         return found
 
 

@@ -104,7 +104,7 @@ class KeptProcess:
                 " to train by the epoch of `session.epochs` or by `session.position`"
             )
         self._has_entered = True
-        self.groups.forget_destroyed()
+        self.groups.begin_session()
         if self.takes_over and not self._is_spare:
             self._records.note_read(self._rank)  # the set-up has just replayed all of it
 
