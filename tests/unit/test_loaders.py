@@ -11,7 +11,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from rallypoint import elastic
-from rallypoint.elastic.loops.loaders import begun_in, loaders_in, samplers_in
+from rallypoint.elastic.loops.loaders import (
+    begun_in,
+    loaders_in,
+    samplers_in,
+    takes_batches_for_samples,
+)
 
 
 DATA: Any = list(range(8))
@@ -121,3 +126,10 @@ def test_one_that_has_begun_is_seen_if_its_order_is_the_sessions_to_say(
     assert begun_in(begin(DataLoader(DATA, shuffle=True, generator=own))) == "generator"
     assert begun_in(begin(DataLoader(DATA, shuffle=True))) == ""
     assert begun_in(begin(DataLoader(DATA, sampler=SequentialSampler(DATA)))) == ""
+
+
+def test_a_sampler_of_batches_is_no_sampler_of_samples() -> None:
+    ours = elastic.Sampler(len(DATA), 2)
+    assert takes_batches_for_samples(DataLoader(DATA, batch_size=2, sampler=ours))
+    assert not takes_batches_for_samples(DataLoader(DATA, batch_sampler=ours))
+    assert not takes_batches_for_samples(DataLoader(DATA, batch_size=None, sampler=ours))

@@ -148,6 +148,15 @@ def test_it_is_a_batch_sampler() -> None:
     assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
 
 
+def test_a_data_set_is_no_length() -> None:
+    with pytest.raises(
+        TypeError, match=r"length is a list, expected a number; pass len\(dataset\)"
+    ):
+        elastic.Sampler([1, 2, 3], 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch_size is a float, expected a number$"):
+        elastic.Sampler(3, 2.0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("length", "batch_size"), [(0, 4), (4, 0), (-1, 1)])
 def test_wrong_numbers_are_told(length: int, batch_size: int) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):

@@ -28,7 +28,7 @@ from .loops import loader_state
 from .loops.course import Course, Doing
 from .loops.loader_generators import LoaderGenerators
 from .loops.loader_iterators import LoaderIterators
-from .loops.loaders import begun_in, loaders_in, samplers_in
+from .loops.loaders import begun_in, loaders_in, samplers_in, takes_batches_for_samples
 from .loops.local_values import LocalValues
 from .loops.own_state import OwnState
 from .loops.rng import RandomState, keep_local
@@ -771,6 +771,11 @@ class Session:
             raise ElasticError(
                 "session.batches was called again: write `for epoch in session.epochs(n)` around it, so that a process"
                 " that replaces a lost one, or the next start, can begin in the present epoch"
+            )
+        if takes_batches_for_samples(loader):
+            raise ElasticError(
+                "session.batches: elastic.Sampler yields whole batches, but this loader takes each for one sample; pass it as batch_sampler="
+                " instead of sampler="
             )
         if what := begun_in(loader):
             raise ElasticError(

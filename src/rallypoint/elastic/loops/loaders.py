@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from rallypoint.elastic import torch_private
 
@@ -66,6 +66,14 @@ def samplers_in(loaders: Iterable[Any]) -> list[Sampler]:
             if isinstance(each, Sampler) and not any(each is other for other in found):
                 found.append(each)
     return found
+
+
+def takes_batches_for_samples(given: Any) -> bool:
+    """Whether a loader makes batches out of an :class:`.Sampler`'s batches: it was passed as ``sampler=``."""
+    batch_samplers = (getattr(each, "batch_sampler", None) for each in loaders_in(given))
+    return any(
+        type(each) is BatchSampler and isinstance(each.sampler, Sampler) for each in batch_samplers
+    )
 
 
 def begun_in(given: Any) -> str:

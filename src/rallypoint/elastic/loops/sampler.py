@@ -9,6 +9,8 @@ from typing import Literal, get_args
 import torch.distributed as dist
 from torch.utils.data import Sampler as TorchSampler
 
+from rallypoint._core.whole_numbers import is_whole
+
 from . import sample_order
 from .samples import Sample
 
@@ -45,6 +47,7 @@ class Sampler(TorchSampler[list[int]]):
             before, or ``"local"``, a rank's, so memory and time per step stay the same.
 
     Raises:
+        TypeError: ``length`` or ``batch_size`` is not a whole number.
         ValueError: a number is too small, ``keep`` is neither word, or a step has fewer samples than there are ranks.
     """
 
@@ -61,6 +64,11 @@ class Sampler(TorchSampler[list[int]]):
         if keep not in get_args(Keep):
             raise ValueError(f'elastic.Sampler: keep is {keep!r}, expected "global" or "local"')
         for name, value in (("length", length), ("batch_size", batch_size)):
+            if not is_whole(value):
+                hint = "; pass len(dataset)" if hasattr(value, "__len__") else ""
+                raise TypeError(
+                    f"elastic.Sampler: {name} is a {type(value).__name__}, expected a number{hint}"
+                )
             if value < 1:
                 raise ValueError(f"elastic.Sampler: {name} is {value}, expected at least 1")
         self._length, self._batch_size = length, batch_size
