@@ -60,3 +60,21 @@ def test_a_place_tells_the_loop_and_one_of_an_earlier_version_is_in_the_first() 
     size = int.from_bytes(earlier[:4]) - len(b'"loop":3,')
     found = OwnState.unpack(size.to_bytes(4) + earlier[4:])
     assert found == replace(own, place=replace(own.place, loop=0))
+
+
+def test_a_loop_that_has_ended_stays_so_if_what_follows_it_adds_to_the_data(
+    tmp_path: Path,
+) -> None:
+    net, found = torch.nn.Linear(1, 1), []
+    for is_last in (False, True):  # the second session starts behind the first function
+        data = [1, 2]
+        with elastic.session(net, checkpoint=tmp_path) as it:
+            data += [3] * it.position  # as a data set of the session would be loaded
+            for epoch in it.epochs(2):
+                for batch in it.batches(data):
+                    with it.step():
+                        found.append((epoch, batch))
+                it.run(data.append, 3)
+                if not is_last:
+                    break
+    assert found[:3] == [(0, 1), (0, 2), (1, 1)]

@@ -261,6 +261,7 @@ class Session:
                 try:
                     batch = self._fetched(iterator)
                 except StopIteration:
+                    course.reach_end_of_batches()
                     if keeping.reach_end_of_batches(before):
                         return
                     iterator = self._iterator_of(loader)
@@ -814,7 +815,9 @@ class Session:
             return self._iterators.begin(loader, epoch)
         self._keeping.begin_batches(anew=True)
         self._behind_break = None if own.place.in_body else own.random
-        return self._iterators.go_on(loader, own)
+        iterator = self._iterators.go_on(loader, own)
+        # What follows the loop may have given the data set more samples.
+        return iter(()) if own.place.ended else iterator
 
 
 class _Step:

@@ -109,7 +109,12 @@ class Course:
             begun=begun,
             own_begun=own_begun,
             sizes=sizes,
+            ended=False,
         )
+
+    def reach_end_of_batches(self) -> None:
+        """The loader has no more batches."""
+        self.place = replace(self.place, ended=True)
 
     def end_batches(self) -> None:
         self.has_strayed = self.has_strayed or (self.in_body and self.is_void)

@@ -54,6 +54,7 @@ class Place:
         sizes: with a :class:`.Sampler`, how many ranks have shared that loop's samples, and from which batch on.
         own_begun: the loader's own generators when the iteration of that loop began.
         seen: all generators that belong to loaders.
+        ended: whether that loop has come to the end of its batches, however many the loader would give now.
     """
 
     epoch: int = 0
@@ -67,6 +68,7 @@ class Place:
     loop: int = 0
     own_begun: tuple[bytes, ...] = ()
     seen: tuple[Seen, ...] = ()
+    ended: bool = False
 
     def after(self, *, task: bool) -> Place:
         """The place once the step under way is complete, or the function, if ``task``."""
@@ -159,6 +161,7 @@ class OwnState:
             ],
             "ranks": place.sizes,
             "loop": place.loop,
+            "ended": place.ended,
             "own": len(place.own_begun),
             "seen": [[each.first, each.uses, each.stays] for each in place.seen],
             "is_task": self.is_task,
@@ -200,7 +203,8 @@ class OwnState:
             for (first, uses, stays), state in kept
         )
         place = Place(
-            *(epoch, batch, tasks, done, in_body, counted, begun, sizes, loop, own_begun, seen)
+            *(epoch, batch, tasks, done, in_body, counted, begun, sizes, loop, own_begun, seen),
+            ended=head.get("ended", False),
         )
         return cls(
             *(head["steps"], place, random, later, call, behind),
