@@ -815,9 +815,7 @@ class Session:
             return self._iterators.begin(loader, epoch)
         self._keeping.begin_batches(anew=True)
         self._behind_break = None if own.place.in_body else own.random
-        iterator = self._iterators.go_on(loader, own)
-        # What follows the loop may have given the data set more samples.
-        return iter(()) if own.place.ended else iterator
+        return self._iterators.go_on(loader, own)
 
 
 class _Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -84,8 +85,13 @@ class LoaderIterators:
         if keeps_place is not None:
             keeps_place.load_state_dict(loader_state.restored(own.loader))
         iterator = self._iterate(loader, loaders)
-        for _ in range(0 if is_exact or keeps_place is not None else own.place.batch):
-            next(iterator, None)
+        if own.place.ended and keeps_place is None:
+            # To its end, where samplers draw once more. What follows the loop may have given the data set more samples.
+            collections.deque(iterator, maxlen=0)
+            iterator = iter(())
+        else:
+            for _ in range(0 if is_exact or keeps_place is not None else own.place.batch):
+                next(iterator, None)
         own.random.restore()
         return iterator
 
