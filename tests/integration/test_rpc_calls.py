@@ -1415,6 +1415,23 @@ def test_functions_without_a_name_travel_by_value_where_that_is_asked_for():
         workers.run(rpc_workers.leave)
 
 
+def test_the_arguments_of_a_call_that_timed_out_are_freed_without_a_garbage_collection(trio):
+    def case():
+        argument = torch.ones(2)
+        kept = weakref.ref(argument)
+        gc.disable()
+        try:
+            try:
+                rpc.rpc_sync("w1", doze, (10.0, argument), timeout=0.01)
+            except rpc.RpcTimeout:
+                del argument
+            eventually(lambda: kept() is None, 1.0)
+        finally:
+            gc.enable()
+
+    trio.on(0, case)
+
+
 # -- failures that nobody looks at --------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ import rpc_workers
 from pace import pace
 from rallypoint import rpc
 from rallypoint.errors import PeerLost
+from rallypoint.rpc.stream import ItemChannel
 from rpc_workers import Workers, eventually, timed
 
 
@@ -338,6 +339,27 @@ def test_a_stream_that_is_left_early_closes_the_generator(pair):
         gc.collect()
         eventually(lambda: closed() == 4)
         assert rpc.statistics()["calls"]["under_way"] == 0
+
+    pair.on(0, case)
+
+
+def test_streams_that_have_ended_are_freed_without_a_garbage_collection(pair):
+    def case():
+        def num_channels():
+            return sum(isinstance(each, ItemChannel) for each in gc.get_objects())
+
+        gc.collect()
+        gc.disable()
+        try:
+            assert list(rpc.rpc_stream("w1", count, (3,))) == [0, 1, 2]
+            next(rpc.rpc_stream("w1", count, (100,)))
+            try:
+                list(rpc.rpc_stream("w1", waits_later, (10.0,), timeout=0.1))
+            except rpc.RpcTimeout:
+                pass
+            eventually(lambda: num_channels() == 0, 1.0)
+        finally:
+            gc.enable()
 
     pair.on(0, case)
 

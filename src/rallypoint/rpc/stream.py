@@ -19,6 +19,7 @@ from .connections.calls import Call, describe
 from .connections.messages import Kind
 from .connections.outgoing import Outgoing
 from .current_agent import ELSEWHERE
+from .future import again
 from .interruptions import DUE, run_due
 from .threads.thread_pool import ThreadPool
 
@@ -85,7 +86,9 @@ class ItemChannel(Generic[T]):
         for wake in wakers:
             wake()
 
-    def on_done(self, _: Call) -> None:
+    def on_done(self, call: Call) -> None:
+        # The channel refers to the call: the cycle would last until the next garbage collection.
+        call.on_item = call.on_done = None
         with self._changed:
             self._changed.notify_all()
             wakers = tuple(self._wakers)
@@ -141,7 +144,7 @@ class ItemChannel(Generic[T]):
         assert call is not None
         if not self._is_left and self._is_news(reader()):
             if call.error is not None:
-                raise call.error
+                raise again(call.error)
             if call.frame is not None and call.frame.kind != Kind.END:
                 # A failure: decoding raises it.
                 self._decode(call.frame)

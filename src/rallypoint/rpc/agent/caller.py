@@ -129,6 +129,8 @@ class Caller:
             if isinstance(error.__cause__, RemoteTraceback):
                 # The error is the callee's. The frames of this package would not explain it.
                 raise error.with_traceback(None) from error.__cause__
+            # The error refers to this frame, and so to the call.
+            call.error = None
             raise
         finally:
             if DUE:
@@ -163,6 +165,8 @@ class Caller:
             if isinstance(error.__cause__, RemoteTraceback):
                 # The error is the callee's. The frames of this package would not explain it.
                 raise error.with_traceback(None) from error.__cause__
+            # The error refers to this frame, and so to the call.
+            call.error = None
             raise
         finally:
             if DUE:

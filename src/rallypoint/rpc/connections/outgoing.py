@@ -338,8 +338,10 @@ class Outgoing:
         kind = frame.kind
         if kind == ITEM:
             call = self.calls.get(frame.call)
-            if call is not None and call.on_item is not None:
-                call.on_item(frame)
+            # Read once: another thread may complete the call now, which resets it.
+            on_item = None if call is None else call.on_item
+            if on_item is not None:
+                on_item(frame)
             else:
                 self.discard(frame)
             return
