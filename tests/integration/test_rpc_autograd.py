@@ -2,10 +2,12 @@
 
 import asyncio
 import functools
+import gc
 import queue
 import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -511,6 +513,38 @@ def say_no() -> None:
 
 def test_errors_name_what_is_wrong_and_the_next_pass_works(four: Workers) -> None:
     four.on(0, say_no)
+
+
+def fails(compute: Callable[[Tensor], Tensor], owner: str = "") -> weakref.ref[Tensor]:
+    """A pass that fails, or its optimizer on ``owner``; returns a reference to a variable of this function."""
+    value = double(1.0)
+    try:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [compute(value)])
+            references = [rpc.rpc_sync(owner, my_parameter, (1.0,))]
+            DistributedOptimizer(Fails, references, lr=0.1).step(context_id)
+    except (RuntimeError, ValueError) as error:
+        assert "on purpose" in str(error) or "no step" in str(error)
+    return weakref.ref(value)
+
+
+def failures_keep_no_frames() -> None:
+    gc.disable()
+    try:
+        kept = [
+            fails(raises_backward),
+            fails(lambda value: rpc.rpc_sync("w1", raises_backward, (value,))),
+            fails(lambda value: raises_backward(rpc.rpc_sync("w1", scale, (value,)))),
+            fails(lambda value: rpc.rpc_sync("w1", scale, (value,)), "w0"),
+            fails(lambda value: rpc.rpc_sync("w1", scale, (value,)), "w1"),
+        ]
+        eventually(lambda: not [at for at, each in enumerate(kept) if each() is not None], 1.0)
+    finally:
+        gc.enable()
+
+
+def test_what_has_failed_is_freed_without_a_garbage_collection(four: Workers) -> None:
+    four.on(0, failures_keep_no_frames)
 
 
 def at_once(count: int) -> None:

@@ -1415,14 +1415,19 @@ def test_functions_without_a_name_travel_by_value_where_that_is_asked_for():
         workers.run(rpc_workers.leave)
 
 
-def test_the_arguments_of_a_call_that_timed_out_are_freed_without_a_garbage_collection(trio):
+def wait_for(to: str, func: Any, args: tuple[Any, ...], timeout: float) -> Any:
+    return rpc.rpc_async(to, func, args, timeout=timeout).wait()
+
+
+@pytest.mark.parametrize("make", [rpc.rpc_sync, wait_for])
+def test_the_arguments_of_a_call_that_timed_out_are_freed_without_a_garbage_collection(trio, make):
     def case():
         argument = torch.ones(2)
         kept = weakref.ref(argument)
         gc.disable()
         try:
             try:
-                rpc.rpc_sync("w1", doze, (10.0, argument), timeout=0.01)
+                make("w1", doze, (10.0, argument), timeout=0.01)
             except rpc.RpcTimeout:
                 del argument
             eventually(lambda: kept() is None, 1.0)

@@ -189,7 +189,10 @@ class RpcFuture(Future[T]):
             copied = again(error)
         else:
             return value
-        raise copied
+        try:
+            raise copied
+        finally:
+            del copied  # it refers to this frame
 
     def value(self) -> T:
         self._check_process()
@@ -198,7 +201,10 @@ class RpcFuture(Future[T]):
             return super().value()
         except BaseException as error:  # noqa: BLE001  # a copy of it is raised
             copied = again(error)
-        raise copied
+        try:
+            raise copied
+        finally:
+            del copied  # it refers to this frame
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of the result of ``callback(self)``.

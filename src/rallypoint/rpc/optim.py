@@ -195,14 +195,28 @@ class DistributedOptimizer:
         _gather(steps)
 
 
-class _Step:
+class _Begun:
+    """A step that may have failed already."""
+
+    _error: Exception | None = None
+
+    def _raise_error(self) -> None:
+        # It refers to frames, which refer to this step: the cycle would last until the next garbage collection.
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+
+
+class _Step(_Begun):
     """A step on another worker. This thread waits for the answer."""
 
     def __init__(
         self, agent: Any, owner: WorkerInfo, number: int, context_id: int, timeout: float
     ) -> None:
         self._finish = agent.finish_call
-        self._error: Exception | None = None
         content = (step_local, (number, context_id), None)
         try:
             self._call = agent.begin_call(owner, Kind.CALL, step_local, content, timeout)
@@ -210,24 +224,21 @@ class _Step:
             self._error = error
 
     def wait(self) -> Any:
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         return self._finish(*self._call)
 
 
-class _OwnStep:
+class _OwnStep(_Begun):
     """A step on this worker. It runs at once."""
 
     def __init__(self, number: int, context_id: int) -> None:
-        self._error: Exception | None = None
         try:
             step_local(number, context_id)
         except Exception as error:  # noqa: BLE001  # raised by wait()
             self._error = error
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
 
 
 def number_of(optimizer: RRef[_LocalOptimizer]) -> int:
@@ -250,5 +261,8 @@ def _gather(calls: Sequence[tuple[WorkerInfo, Any]]) -> list[Any]:
                 text = f"{type(error).__name__}: {message_of(error)}"
                 raised.add_note(first, f"Worker {owner.name!r} raised {text}")
     if first is not None:
-        raise first
+        try:
+            raise first
+        finally:
+            del first  # it refers to this frame
     return values

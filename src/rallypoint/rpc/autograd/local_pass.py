@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from rallypoint.errors import RpcError
-from rallypoint.rpc.future import again
+from rallypoint.rpc.future import again, copy_of
 from rallypoint.rpc.torch_private import gradients as run_autograd, sparse_parts
 
 from .averaging import accumulate, computed_together, is_averaged
@@ -196,7 +196,8 @@ class LocalPass:
         with self._lock:
             if self._error is not None:
                 return False
-            self._error = error
+            # Without its frames, which refer to this pass: the cycle would last until the next garbage collection.
+            self._error = copy_of(error)
             self._gradients = {}
             return True
 
@@ -206,8 +207,7 @@ class LocalPass:
         Args:
             waiting: the number of workers where something still waits.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         if waiting:
             raise RpcError("some gradients of the backward pass have not arrived")
 
