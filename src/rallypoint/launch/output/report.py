@@ -409,10 +409,14 @@ def _native(stack: str) -> list[str]:
             current = threads[-1] if line.startswith("Current") else current
         else:
             (threads[-1] if threads else fault).append(line)
-    if current is None or any(_OUR_THREAD in line for line in current):
+    if current is None or _is_ours(current):
         # A signal from outside may reach any thread. The script's thread is the first, which is listed last.
-        current = threads[-1] if threads else []
+        current = threads[-1] if threads and not _is_ours(threads[-1]) else []
     return [*fault, *_below_the_start(current)]
+
+
+def _is_ours(thread: Sequence[str]) -> bool:
+    return any(_OUR_THREAD in line for line in thread)
 
 
 def _below_the_start(lines: Sequence[str]) -> Sequence[str]:
