@@ -1419,15 +1419,20 @@ def wait_for(to: str, func: Any, args: tuple[Any, ...], timeout: float) -> Any:
     return rpc.rpc_async(to, func, args, timeout=timeout).wait()
 
 
+@pytest.mark.parametrize("is_connected", [False, True])
 @pytest.mark.parametrize("make", [rpc.rpc_sync, wait_for])
-def test_the_arguments_of_a_call_that_timed_out_are_freed_without_a_garbage_collection(trio, make):
+def test_the_arguments_of_a_call_that_timed_out_are_freed_without_a_garbage_collection(
+    trio, make, is_connected
+):
     def case():
+        if is_connected:
+            rpc.rpc_sync("w1", doze, (0.0, None))
         argument = torch.ones(2)
         kept = weakref.ref(argument)
         gc.disable()
         try:
             try:
-                make("w1", doze, (10.0, argument), timeout=0.01)
+                make("w1", doze, (10.0, argument), timeout=0.01 if is_connected else 1e-5)
             except rpc.RpcTimeout:
                 del argument
             eventually(lambda: kept() is None, 1.0)

@@ -462,7 +462,8 @@ def test_a_closed_group_lets_go_of_its_store(kind: str, tcp: Place) -> None:
         group = DynamicGroup.join(tcp.open(), member("a"), None, 5.0)
     group.leave()
     group.close()
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    # Fewer, if the server had not yet closed its end of the first connection.
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     with pytest.raises(RpcError, match="this worker has left the group"):
         group.leave() if kind == "static" else group.find("b")
 

@@ -202,7 +202,12 @@ class Caller:
                 until = max(until, time.monotonic() + _REMOTE_CONNECT_SECONDS)
             outgoing = self.route(to, until, seconds)
         except (PeerLost, RpcTimeout) as error:
-            told = _unconnected(error, what) if isinstance(error, RpcTimeout) else error
+            # Without its frames, this one among them.
+            told = (
+                _unconnected(error, what)
+                if isinstance(error, RpcTimeout)
+                else error.with_traceback(None)
+            )
             made.fail(told)
             if lost is not None:
                 lost(told)

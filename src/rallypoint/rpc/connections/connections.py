@@ -187,7 +187,8 @@ class Connections:
         except PeerLost as error:
             if until is not None and until <= time.monotonic():
                 late = f"{_waiting_for(member)}: {error.reason}"
-                raise RpcTimeout(seconds, late) from error
+                # Without its frames: a future that holds them would be in a cycle with its caller's.
+                raise RpcTimeout(seconds, late) from error.with_traceback(None)
             raise
 
     def _connect_first(self, member: Member, limit: float) -> Outgoing:

@@ -139,7 +139,8 @@ class Dialer:
                     elif isinstance(error, TimeoutError) and num_cut:
                         again = True
                     elif isinstance(error, DeadlineExceeded):
-                        late = error
+                        # Without its frames, this one among them: the cycle would keep all callers' variables.
+                        late = error.with_traceback(None)
                     num_refused += isinstance(error, ConnectionRefusedError)
             if again and not self._wait(pause, deadline):
                 raise PeerLost(member.name, _crowded(num_cut)) from DeadlineExceeded(
