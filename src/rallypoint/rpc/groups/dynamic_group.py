@@ -252,20 +252,24 @@ class DynamicGroup:
         if watcher is None or self._closing.is_set():
             return
         self._closing.set()
-        if watcher is threading.current_thread() or not watcher.is_alive():
+        if watcher is threading.current_thread():
             return  # called in a callback: the watcher ends after it
+        if watcher.is_alive() and not self._end(watcher):
+            _log.warning(
+                "the store does not answer: the thread that watches the group was not ended"
+            )
+            return
+        self._calls.release()
+
+    def _end(self, watcher: threading.Thread) -> bool:
+        """Wake the watcher, which is to end. False if it does not."""
         # In another thread: a store that does not answer must not block this one.
         waker = threading.Thread(target=self._wake, name="rally-group-close", daemon=True)
         waker.start()
         deadline = Deadline(CLOSING)
         watcher.join(deadline.remaining())
         waker.join(deadline.remaining())
-        if watcher.is_alive() or waker.is_alive():
-            _log.warning(
-                "the store does not answer: the thread that watches the group was not ended"
-            )
-            return
-        self._calls.release()
+        return not watcher.is_alive() and not waker.is_alive()
 
     def abandon(self) -> None:
         """In a forked child: its copies of the store's connections are closed with the store."""
