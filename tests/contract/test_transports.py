@@ -79,7 +79,8 @@ def listener(way: Way) -> Iterator[Listener]:
 def _descriptors_are_returned() -> Iterator[None]:
     before = set(os.listdir("/proc/self/fd"))
     yield
-    assert set(os.listdir("/proc/self/fd")) == before
+    # Fewer, if what an earlier test has left was collected meanwhile.
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def is_ready(listener: Listener | socket.socket, seconds: float = 0.0) -> bool:
