@@ -29,11 +29,12 @@ settings.load_profile("no deadline")
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 
-# Signals that a shell (for background commands) and nohup ignore: processes started by tests would inherit that.
+# Signals that a shell (for background commands), nohup and profilers ignore: processes started by tests would inherit that.
 _SIGNALS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGQUIT: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGUSR2: signal.SIG_DFL,
 }
 
 
