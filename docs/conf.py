@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,9 @@ from sphinx.application import Sphinx
 
 from rallypoint import __version__
 
+
+# A build ends before its garbage matters: collections are a third of the CPU time.
+gc.disable()
 
 REPOSITORY = Path(__file__).parent.parent
 
