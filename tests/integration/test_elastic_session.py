@@ -573,16 +573,23 @@ data = torch.utils.data.TensorDataset(torch.randn(40, 8))
 loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
 torch.manual_seed(rank)
 random.seed(rank)
-scores = {}
+scores, losses = {}, []
 
 def train(net, optimizer, x):
     optimizer.zero_grad()
     session.local["sum"] = session.local.get("sum", rank) / 2 + x.sum().item()
     fault("forward")
-    (net(x) * random.random()).square().mean().backward()
+    loss = (net(x) * random.random()).square().mean()
+    loss.backward()
     fault("backward")
     optimizer.step()
     fault("after")
+    losses.append(loss.item())
+
+def log():
+    if not session.is_rehearsing:
+        with (FOLDER / f"log {rank}").open("a") as file:
+            print(session.position, losses[-1], file=file)
 
 def score():
     fault("score")
@@ -597,12 +604,14 @@ with elastic.session(first, second, *optimizers) as session:
             x = x + torch.rand(1)
             with session.step():
                 train(first, optimizers[0], x)
+            log()
             if session.position % 3 == 0:
                 at = session.position
                 if (value := session.run(score)) is not None:
                     scores[at] = value
             with session.step():
                 train(second, optimizers[1], x)
+            log()
         session.run(score)
     bits = b"".join(
         t.detach().numpy().tobytes() for each in (first, second) for t in (*each.parameters(), *each.buffers())
@@ -633,8 +642,15 @@ def test_a_body_may_have_several_steps_and_functions(tmp_path: Path) -> None:
     assert len(list((tmp_path / "job").glob("fault *"))) == len(faults)
     assert_same_end(ends, calm)
     assert any(end["scores"] for end in ends)
-    for end, wanted in zip(ends, calm, strict=True):
+    for rank, (end, wanted) in enumerate(zip(ends, calm, strict=True)):
         assert end["scores"].items() <= wanted["scores"].items()
+        lines, all_lines = (
+            (tmp_path / name / f"log {rank}").read_text().splitlines() for name in ("job", "calm")
+        )
+        # In order, and each once; the ones of lost processes may be missing.
+        rest = iter(all_lines)
+        assert all(line in rest for line in lines)
+        assert len(all_lines) - len(lines) <= sum(each[1] == rank for each in faults)
 
 
 # Two loops over batches in each epoch, the first of them left early in epoch 1.

@@ -67,6 +67,7 @@ class Script:
                 break
             if done := course.begin_body():
                 course.rehearse(done)
+            assert course.is_rehearsing is bool(done)
             self.body(bodies[batch], epoch, loop, batch)
             while course.repeats:
                 if done := course.begin_body_again():
@@ -93,10 +94,12 @@ class Script:
                 self.function(*where, number)
 
     def step(self, *name: Any) -> None:
+        was_done = False
         if self.course.of_step() is Doing.REHEARSE:
             self.course.note_rehearsed()
         else:
-            self.attempt(name, is_task=False)
+            was_done = self.attempt(name, is_task=False)
+        assert self.course.is_rehearsing is not was_done
 
     def function(self, *name: Any) -> None:
         doing = self.course.of_task()
@@ -104,8 +107,11 @@ class Script:
             self.course.note_rehearsed()
         while doing is Doing.RUN:
             assert self.course.of_step() is Doing.RUN
-            if self.attempt(name, is_task=True) or self.course.is_back:
+            was_done = self.attempt(name, is_task=True)
+            assert self.course.is_rehearsing is not was_done
+            if was_done or self.course.is_back:
                 return
+        assert self.course.is_rehearsing
 
     def attempt(self, name: tuple[Any, ...], *, is_task: bool) -> bool:
         course = self.course

@@ -139,6 +139,16 @@ class Session:
         return self._course.steps
 
     @property
+    def is_rehearsing(self) -> bool:
+        """Whether what the script does now has no effect, so that values computed in the last step mean nothing.
+
+        True after a loss, in the rest of a body whose step was ended; and where a body begins again, until its complete part
+        is over. Log, and write files, only if it is False: no line comes twice then, but if a process is lost between its step
+        and the line, that line is missing. (With sharded state, steps that are redone are logged once more.)
+        """
+        return self._course.is_rehearsing
+
+    @property
     def history(self) -> tuple[Recovery, ...]:
         """All recoveries that this process took part in."""
         return () if self._meeting is None else tuple(self._meeting.history)

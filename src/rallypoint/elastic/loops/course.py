@@ -38,13 +38,15 @@ class Course:
         is_back: a loss has led back to an earlier batch than the one in hand; the iteration restarts there.
         has_strayed: the script has left its loop over batches in the rest of a body that a loss has made void, so it does not
             repeat the lost step.
+        is_rehearsing: what the script does now has no effect: its last step or function was ended by a loss, rehearsed or
+            skipped; or its body begins again, and part of it is complete.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.place = Place()
         self.in_epoch = self.in_batches = self.in_body = False
-        self.repeats = self.is_back = self.has_strayed = False
+        self.repeats = self.is_back = self.has_strayed = self.is_rehearsing = False
         self._resume: OwnState | None = None  # where the next iteration begins
         self._loops = 0  # how many loops over batches the script has begun in this epoch
         self._tasks_to_skip = 0
@@ -119,7 +121,7 @@ class Course:
     def end_batches(self) -> None:
         self.has_strayed = self.has_strayed or (self.in_body and self.is_void)
         self.place = replace(self.place, in_body=False)
-        self.in_batches = self.in_body = False
+        self.in_batches = self.in_body = self.is_rehearsing = False
 
     def approach_batch(self) -> bool:
         """Before a batch is fetched. Returns whether nothing of its body is complete."""
@@ -129,16 +131,18 @@ class Course:
     def begin_body(self) -> int:
         """A batch is in hand. Returns how many steps of its body are to be rehearsed."""
         self.in_body, self.repeats = True, False
+        self.is_rehearsing = self.place.done > 0
         return self.place.done
 
     def begin_body_again(self) -> int:
         """The same batch comes again. Returns how many steps of its body are to be rehearsed."""
         self.repeats = self._is_void = False
+        self.is_rehearsing = self.place.done > 0
         return self.place.done
 
     def end_body(self) -> bool:
         """The body has ended. Returns whether its batch is complete: False if a loss has led back meanwhile."""
-        self.in_body = False
+        self.in_body = self.is_rehearsing = False
         if not self.is_back:
             self.place = self.place.after_batch()
         return not self.is_back
@@ -147,6 +151,11 @@ class Course:
 
     def of_task(self) -> Doing:
         """What to do with a function that is about to run."""
+        doing = self._of_task()
+        self.is_rehearsing = doing is not Doing.RUN
+        return doing
+
+    def _of_task(self) -> Doing:
         if self._tasks_to_skip and not self.in_body:
             self._tasks_to_skip -= 1
             return Doing.SKIP
@@ -161,9 +170,8 @@ class Course:
         """What to do with a step that begins."""
         if not self.in_body:
             self._is_void = False  # in a loop of the user's own, this is the step that failed
-        if self.is_void or self._to_rehearse or self._until_task:
-            return Doing.REHEARSE
-        return Doing.RUN
+        self.is_rehearsing = self.is_void or self._to_rehearse > 0 or self._until_task
+        return Doing.REHEARSE if self.is_rehearsing else Doing.RUN
 
     def rehearse(self, steps: int) -> None:
         """This many steps are to be rehearsed."""
@@ -193,6 +201,7 @@ class Course:
             is_task: the step is a function's.
             goes_back: a loss leads all ranks back to a snapshot, which has set the place.
         """
+        self.is_rehearsing = True
         if self.steps == before and self.is_back:
             return
         if self.steps == before:
