@@ -22,7 +22,11 @@ def hidden(folder: str | None) -> list[str]:
 
 
 def _module(entry: os.DirEntry[str]) -> str | None:
-    if entry.is_dir():
+    try:
+        is_folder = entry.is_dir()
+    except OSError:  # a link that leads in a circle, or through a folder that may not be entered
+        return None
+    if is_folder:
         # Python takes a folder without this file only if it finds no module of that name anywhere else.
         return entry.name if os.path.isfile(os.path.join(entry.path, "__init__.py")) else None
     ending = next((each for each in all_suffixes() if entry.name.endswith(each)), None)
