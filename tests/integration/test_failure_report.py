@@ -668,11 +668,14 @@ def small_cgroup():
     pytest.skip("no memory cgroup can be made here")
 
 
+def inside(cgroup: Path) -> tuple[str, ...]:
+    return ("sh", "-c", f'echo $$ > {cgroup} && exec "$@"', "sh")
+
+
 def test_the_oom_killer_is_named(tmp_path, small_cgroup):
     """Without torch: the limit is for what the worker allocates, not for an import."""
     failure = "block = b'x' * (2 << 30)"
-    inside = ("sh", "-c", f'echo $$ > {small_cgroup} && exec "$@"', "sh")
-    result = run(tmp_path, ALONE, *EXEC, failure=failure, through=inside)
+    result = run(tmp_path, ALONE, *EXEC, failure=failure, through=inside(small_cgroup))
     assert result.root["rank"] == 1
     assert result.root["signal_name"] == "SIGKILL"
     assert "OOM killer" in result.root["cause"]
@@ -680,6 +683,30 @@ def test_the_oom_killer_is_named(tmp_path, small_cgroup):
     assert "because" in result.summary
     assert result.code == 137
     assert all("OOM" not in victim["cause"] for victim in result.report["victims"])
+
+
+def test_the_oom_killer_is_named_if_it_killed_a_child_of_a_worker(tmp_path, small_cgroup):
+    greedy = """[sys.executable, "-c", "block = b'x' * (2 << 30)"]"""
+    failure = f"import subprocess; subprocess.run({greedy}, check=True)"
+    result = run(tmp_path, ALONE, *EXEC, failure=failure, through=inside(small_cgroup))
+    assert result.root["raised"]["type"] == "subprocess.CalledProcessError"
+    assert result.root["cause"].startswith("a child of it was killed by the kernel's OOM killer: ")
+
+
+def test_the_oom_killer_is_named_if_it_killed_the_fork_server(tmp_path, small_cgroup):
+    (tmp_path / "greedy.py").write_text("block = b'x' * (2 << 30)")
+    (tmp_path / "train.py").touch()
+    done = supervisors.run(
+        [*inside(small_cgroup), *RALLY, "--preload", "greedy", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = " ".join(done.stderr.split())
+    assert "was killed by SIGKILL; killed by the kernel's OOM killer: memory limit of" in said
+    assert " logs " not in said, "no worker was started"
 
 
 @pytest.mark.parametrize("question", ["ASK_SIGNAL", "STACK_SIGNAL"])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from rallypoint.launch.output.oom import OomCounters, explain, read_counters
+from rallypoint.launch.output.oom import (
+    OomCounters,
+    explain,
+    read_counters,
+    tells_of_killed_child,
+)
 
 
 V2_EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill {}\noom_group_kill 0\n"
@@ -161,3 +166,23 @@ def test_any_bytes_in_any_file_are_survived(tmp_path_factory, text):
 def test_the_real_machine_is_readable_at_all():
     counters = read_counters()
     assert all(kills >= 0 for kills in counters.groups.values())
+
+
+@pytest.mark.parametrize(
+    ("message", "tells"),
+    [
+        ("DataLoader worker (pid(s) 16094, 16095) exited unexpectedly", True),
+        ("DataLoader worker (pid 7) is killed by signal: Killed. ", True),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. ", False),
+        (
+            "A process in the process pool was terminated abruptly while the future was running or pending.",
+            True,
+        ),
+        ("process 3 terminated with signal SIGKILL", True),
+        ("process 3 terminated with signal SIGSEGV", False),
+        ("Command '['ffmpeg']' died with <Signals.SIGKILL: 9>.", True),
+        ("Command '['ffmpeg']' returned non-zero exit status 1.", False),
+    ],
+)
+def test_what_tells_of_a_killed_child(message, tells):
+    assert tells_of_killed_child(message) is tells

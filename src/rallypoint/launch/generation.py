@@ -342,7 +342,7 @@ class Generation:
             signal=number,
             raised=raised,
             native_stack=native,
-            cause=worker.hung or self._cause_of_kill(worker, stopped, number),
+            cause=worker.hung or self._cause_of(worker, stopped, number, raised),
             stderr=tuple(stderr[-_STDERR_LINES:]),
             at=at,
             stopped_by_us=stopped,
@@ -359,10 +359,16 @@ class Generation:
             return number in self._signals_sent and worker.ended_at >= self._stopped_at
         return worker.ended_at >= self._stopped_at
 
-    def _cause_of_kill(self, worker: Worker, stopped: bool, number: int | None) -> str:
+    def _cause_of(
+        self, worker: Worker, stopped: bool, number: int | None, raised: Raised | None
+    ) -> str:
+        """What the kernel did to it, if that is known."""
         if stopped:
             return ""
         match number:
+            case None if raised is not None and oom.tells_of_killed_child(raised.shown[1]):
+                now = oom.read_counters()
+                return oom.explain(self._oom_before, now, victim="a child of it") or ""
             case signal.SIGBUS:
                 return shm_space.explain(number, shm_space.read()) or ""
             case signal.SIGKILL | signal.SIGXCPU:

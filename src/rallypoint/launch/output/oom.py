@@ -2,14 +2,24 @@
 
 A process killed for memory looks like any SIGKILL. The kernel counts its kills per memory cgroup
 (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``); a counter
-that rose while the job ran is the evidence.
+that rose while the job ran is the evidence. A worker whose child was killed has raised an exception that says only that.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+
+# What DataLoaders, the pools of concurrent.futures and joblib, multiprocessing.spawn of torch, and subprocess say about a process of theirs
+# that was killed.
+_KILLED_CHILD = re.compile(
+    r"DataLoader worker .*(exited unexpectedly|killed by signal: Killed)"
+    r"|(terminated abruptly while the future|managed by the executor was unexpectedly terminated)"
+    r"|terminated with signal SIGKILL|died with <Signals\.SIGKILL"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +56,21 @@ def read_counters(
     return OomCounters(groups, _field(_read(proc / "vmstat"), "oom_kill"))
 
 
-def explain(before: OomCounters, after: OomCounters) -> str | None:
-    """A sentence if the OOM killer struck between the two readings, else None."""
+def tells_of_killed_child(message: str) -> bool:
+    """Whether an exception's message says that a child was killed, or may have been."""
+    return _KILLED_CHILD.search(message) is not None
+
+
+def explain(before: OomCounters, after: OomCounters, *, victim: str = "") -> str | None:
+    """A sentence if the OOM killer struck between the two readings, else None.
+
+    Args:
+        victim: what was killed, if the sentence is not about the process itself.
+    """
     for file, kills in after.groups.items():
         if kills > before.groups.get(file, kills):
-            return f"killed by the kernel's OOM killer: memory limit of the cgroup ({file})"
+            killed = f"{victim} was killed" if victim else "killed"
+            return f"{killed} by the kernel's OOM killer: memory limit of the cgroup ({file})"
     if before.machine is not None and after.machine is not None and after.machine > before.machine:
         return "this machine ran out of memory, and the kernel's OOM killer ended processes"
     return None

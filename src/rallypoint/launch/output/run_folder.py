@@ -77,6 +77,11 @@ class RunFolder:
             self._newest = path
         return path
 
+    def existing(self, generation: int) -> Path | None:
+        """The folder of one generation; None if no worker of it was started here."""
+        path = None if self.path is None else self.path / f"attempt_{generation}"
+        return path if path is not None and path.is_dir() else None
+
     def note_ranks(self, attempt: Path | None, ranks: Mapping[int, int]) -> None:
         """Write down the rank of each local rank in a generation, if there is output.
 

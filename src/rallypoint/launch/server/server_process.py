@@ -309,6 +309,11 @@ class ServerProcess:
             return f"was killed by {signal.Signals(number).name}"
         return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
+    def was_killed(self) -> bool:
+        """Whether it was killed, perhaps by the kernel; valid once :meth:`wait` has returned True."""
+        status = self._reaped or 0
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
     def why_imports_fail(self) -> str:
         """What in the script's folder may have made its imports fail, as the end of a sentence; "" if nothing has."""
         found = hidden_modules.hidden(self._path)

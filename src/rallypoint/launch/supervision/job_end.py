@@ -168,13 +168,13 @@ class JobEnd:
 
     def _report(self, why: WhyFailed, run: RunFolder) -> FailureReport:
         folder = run.path
-        generation = self._now.state.generation
+        attempt = run.existing(self._now.state.generation)
         world = sum(self._now.round.workers_of_nodes) if self._now.round else 0
         report = FailureReport(
             failures=why.failures,
             world_size=self._config.world_size or world,
             max_restarts=self._config.max_restarts,
-            log_folder=None if folder is None else str(folder / f"attempt_{generation}"),
+            log_folder=None if attempt is None else str(attempt),
             reason=why.reason,
             left_early=why.left_early,
             not_replaced=self._now.state.not_replaced,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rallypoint._core import process
+from rallypoint.launch.output import oom
 from rallypoint.launch.policy import Aim, Phase
 from rallypoint.launch.server.channel import Message
 from rallypoint.launch.server.server_process import ServerProcess
@@ -45,6 +46,7 @@ class ServerRequests:
         self._say = say
         self._on_gone = on_gone
         self._on_swept = on_swept
+        self._oom_before = oom.read_counters()
         self._left: set[int] = set()  # pids that survived SIGKILL and were reported
         self.is_deaf = False  # the fork server does not confirm requests
 
@@ -74,7 +76,10 @@ class ServerRequests:
         """The fork server's pidfd is ready: see whether it is gone."""
         if self._server.wait(0):
             reason = f"its fork server (pid {self._server.pid}) {self._server.how_it_ended()}"
-            if not is_ready:
+            if self._server.was_killed():
+                why = oom.explain(self._oom_before, oom.read_counters())
+                reason += f"; {why}" if why else ""
+            elif not is_ready:
                 reason += self._server.why_imports_fail()
             self._let_go()
             self._on_gone(reason, self._server.kill_orphans())
