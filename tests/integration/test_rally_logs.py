@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import select
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -396,3 +398,24 @@ def test_a_rank_that_there_is_not_is_told(
     assert "line of 1" in capsys.readouterr().out
     assert main(["logs", str(tmp_path / "run"), "--rank", "1,9"]) == 1
     assert capsys.readouterr().err == "rally: no output of rank 9 (there: ranks 0, 1)\n"
+
+
+def test_of_a_folder_that_users_share_each_sees_the_own_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, others = tmp_path / "own", tmp_path / "others"
+    for run_folder in (own, others):
+        (run_folder / "attempt_0" / "0").mkdir(parents=True)
+        (run_folder / "attempt_0" / "0" / "stdout.log").write_text(f"{run_folder.name}\n")
+    iterdir = Path.iterdir
+
+    def guarded(folder: Path) -> Iterator[Path]:
+        if folder == others:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", guarded)  # tests may run as root, who may read everything
+    assert main(["logs", str(tmp_path)]) == 0
+    assert "own" in capsys.readouterr().out
+    assert main(["logs", str(others)]) == 1
+    assert f"rally: cannot read {others}: Permission denied (" in capsys.readouterr().err

@@ -64,12 +64,22 @@ def command(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: a flag is unknown, or has a wrong value.
-        ControlError: there is no such job, or its output is not in files.
+        ControlError: there is no such job, or its output is not in files, or in files that this user may not read.
     """
     if {"-h", "--help"} & set(words):
         standard_streams.write(HELP + "\n")
         return 0
-    wanted = _parse(words)
+    try:
+        _show(_parse(words))
+    except PermissionError as error:
+        raise ControlError(
+            f"cannot read {error.filename}: {error.strerror} (the output of a job is for the user that started it;"
+            " another one needs that user's permission: chmod)"
+        ) from None
+    return 0
+
+
+def _show(wanted: _Wanted) -> None:
     name = wanted.names[0] if wanted.names else ""
     colour = standard_streams.has_colour(1, environment.snapshot())
     job, folder = _find(name, follow=wanted.follow)
@@ -86,7 +96,6 @@ def command(words: Sequence[str]) -> int:
         text = log_lines.shown(line, colour=colour)
         standard_streams.write(f"{text}\n", flush=wanted.follow)
     standard_streams.write("")
-    return 0
 
 
 def last_lines(job: client.RunningJob, ranks: Collection[int], tail: int) -> list[str]:
@@ -210,16 +219,23 @@ def _folder_of(job: client.RunningJob) -> Path:
 
 
 def _run_folder(folder: Path) -> Path:
-    """The folder itself if it is a run's, or else the newest run in it."""
+    """The folder itself if it is a run's, or else the newest run in it that this user may read."""
     if log_folder.generations(folder):
         return folder
-    runs = [each for each in folder.iterdir() if each.is_dir() and log_folder.generations(each)]
+    runs = [each for each in folder.iterdir() if each.is_dir() and _is_run(each)]
     if not runs:
         raise ControlError(f"{folder} is not the folder of a run, and contains none")
     newest = max(runs, key=lambda each: each.stat().st_mtime)
     if len(runs) > 1:
         _remark(f"the newest of {len(runs)} runs: {newest}")
     return newest
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return bool(log_folder.generations(folder))
+    except PermissionError:  # another user's
+        return False
 
 
 def _generation(folder: Path, wanted: int | None) -> int:
