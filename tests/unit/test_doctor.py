@@ -57,6 +57,7 @@ def worst(findings: list[Finding]) -> tuple[Level, str] | None:
         ({"locked_memory": 64 << 10}, None),
         ({"locked_memory": 64 << 10, "infiniband": True}, (Level.PROBLEM, "locked memory")),
         ({"infiniband": True}, None),
+        ({"loopback_problem": "Network is unreachable"}, (Level.PROBLEM, "loopback")),
         ({"folder_problem": "temporary files: Read-only file system"}, (Level.PROBLEM, "disk")),
         ({"processes": 100}, (Level.REMARK, "processes")),
         ({"too_many_workers": "no more than 2"}, (Level.PROBLEM, "processes")),

@@ -131,6 +131,15 @@ def check_loopback(host: str) -> None:
     Raises:
         LaunchError: the loopback interface is down (as in a new network namespace).
     """
+    if problem := loopback_problem(host):
+        raise LaunchError(
+            f"this machine cannot reach itself at {host} ({problem}), and workers meet there:"
+            " bring its loopback interface up (ip link set lo up)"
+        )
+
+
+def loopback_problem(host: str) -> str:
+    """Why this machine cannot reach itself at ``host``; empty if it can. Sends nothing."""
     family, address = _resolve(host, 9)
     with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
         try:
@@ -138,10 +147,8 @@ def check_loopback(host: str) -> None:
         except OSError as error:
             if error.errno not in {errno.ENETUNREACH, errno.EADDRNOTAVAIL}:
                 raise
-            raise LaunchError(
-                f"this machine cannot reach itself at {host} ({error.strerror}), and workers meet there:"
-                " bring its loopback interface up (ip link set lo up)"
-            ) from None
+            return error.strerror or str(error)
+    return ""
 
 
 @cache

@@ -48,6 +48,7 @@ class NodeFacts:
         shm_free: what is left of it.
         folders: free space of folders that a job writes to.
         folder_problem: why one of them cannot be used; may be empty.
+        loopback_problem: why it cannot reach itself, where workers of one node meet; may be empty.
         name_address: the address of this machine that its name resolves to; empty: none.
         gloo: the interface that Gloo takes, and its address.
         nccl: the interfaces that NCCL takes for TCP.
@@ -75,6 +76,7 @@ class NodeFacts:
     shm_free: int | None = None
     folders: Mapping[str, int] | None = None
     folder_problem: str = ""
+    loopback_problem: str = ""
     name_address: str = ""
     gloo: tuple[str, str] = ("", "")
     nccl: tuple[str, ...] = ()

@@ -272,6 +272,11 @@ _CHECKS: tuple[Callable[[str, NodeFacts], Iterator[Finding]], ...] = (
 def _network(where: str, node: NodeFacts, *, several: bool) -> Iterator[Finding]:
     leads = f"{node.host} resolves to {node.name_address}" if node.name_address else "no address"
     name_is_inward = not node.name_address or is_loopback(node.name_address)
+    if node.loopback_problem and not several:
+        found = f"cannot be reached: {node.loopback_problem}"
+        yield Finding(
+            Level.PROBLEM, where, "loopback", found, "workers meet there: ip link set lo up"
+        )
     interface, address = node.gloo
     shown = f"{interface} ({address})" if interface else address or "none"
     if several and address and is_loopback(address):

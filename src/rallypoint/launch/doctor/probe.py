@@ -68,6 +68,7 @@ def facts(workers: int | None, log_folder: str | None = None) -> NodeFacts:
         shm_free=None if shm is None else shm[1],
         folders=folders,
         folder_problem=folder_problem,
+        loopback_problem=addresses.loopback_problem(addresses.own_host()),
         name_address=addresses.own_address(name) or "",
         gloo=_gloo(env, found, addresses.own_address(name)),
         nccl=_nccl(env, found),
