@@ -1,5 +1,6 @@
 """Events go from the part that reports one to every subscriber, in order, and never at the cost of the job."""
 
+import errno
 import json
 import logging
 import os
@@ -130,6 +131,23 @@ def test_events_are_records_not_importing_torch() -> None:
 def test_a_file_that_cannot_be_appended_to_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match=f"RALLY_EVENTS '{path}': cannot append to this file: "):
         event_sinks.check({"RALLY_EVENTS": path})
+
+
+def test_a_file_on_a_full_disk_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "events"
+    sink = event_sinks.JsonLines(str(path))
+    monkeypatch.setattr(event_sinks.os, "write", write)
+    with events.subscribe(sink):
+        for _ in range(2):
+            events.emit(SomethingHappened(what="a"))
+    monkeypatch.undo()
+    told = f"RALLY_EVENTS: cannot append to {path}: No space left on device; it lacks events"
+    assert [each.getMessage() for each in caplog.records] == [told]
 
 
 def test_a_fifo_without_a_reader_does_not_block(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rallypoint.control.metrics import openmetrics
 from rallypoint.control.metrics.openmetrics import Counts
 from rallypoint.errors import ConfigError
 from rallypoint.launch.config import MetricsPlace
+from rallypoint.launch.watching.metrics import Metrics
 
 
 def status(**more: Any) -> dict[str, Any]:
@@ -230,3 +231,11 @@ def test_places(text: str, host: str, port: int, path: str | None) -> None:
 def test_no_places(text: str) -> None:
     with pytest.raises(ConfigError, match="--metrics"):
         MetricsPlace.parse(text, "--metrics")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "job.prom").mkdir()
+    place = MetricsPlace.parse(str(tmp_path / "job.prom"), "--metrics")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        Metrics(place, status, tuple, dict)
+    assert [each.name for each in tmp_path.iterdir()] == ["job.prom"]

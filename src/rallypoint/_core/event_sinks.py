@@ -230,6 +230,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str) -> None:
+        self._has_failed = False
         self._host = socket.gethostname()
         # Absolute, because a script may change its working directory.
         self._path = os.path.abspath(path.replace("{host}", self._host))
@@ -249,10 +250,21 @@ class JsonLines:
             "pid": os.getpid(),
             **{name: _short(value) for name, value in event.fields().items()},
         }
+        try:
+            self._append(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                why = error.strerror or str(error)
+                _log.warning(
+                    "%s: cannot append to %s: %s; it lacks events", VARIABLE, self._path, why
+                )
+
+    def _append(self, line: bytes) -> None:
         fd = self._open()
         try:
             # One call: the kernel appends it whole, so lines of several processes do not mix.
-            os.write(fd, json.dumps(record).encode() + b"\n")
+            os.write(fd, line)
         finally:
             os.close(fd)
 

@@ -80,8 +80,13 @@ class Metrics:
     def _write(self, path: Path) -> None:
         self._at = float("-inf")  # write the current state
         beside = path.with_name(f"{path.name}.{os.getpid()}")
-        beside.write_text(self._current(), encoding="utf-8", errors="replace")
-        beside.replace(path)
+        try:
+            beside.write_text(self._current(), encoding="utf-8", errors="replace")
+            beside.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            raise
 
     def _current(self) -> str:
         now = clock.MONOTONIC.now()
