@@ -765,6 +765,22 @@ def test_one_of_another_authority_is_refused_and_both_say_why(
         assert all("one authority" in each or "certificate" in each for each in texts)
 
 
+@pytest.mark.parametrize("who", ["accepting", "connecting"])
+def test_one_that_has_expired_meanwhile_is_to_be_renewed_and_both_say_so(
+    authority: tls_ends.Authority, who: str
+) -> None:
+    good, old = identity_from(authority.sign("g")), authority.sign("h", until=2001)
+    lax = identity_from({name: old[name] for name in ("certificate", "key")})
+    lax.connecting.load_cert_chain(old["certificate"], old["key"])
+    ours, theirs = (good, lax) if who == "accepting" else (lax, good)
+    a, b = socket.socketpair()
+    with a, hosting(b, theirs) as host:
+        with pytest.raises(AuthenticationError) as caught:
+            introduce(connecting(a, ours), SECRET, A, Deadline(5.0), side=False)
+    for said in (str(caught.value), host.reasons[0]):
+        assert "certificate" in said and "expired): renew it (" in said
+
+
 def problem(**files: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         Tls(**files)
@@ -793,7 +809,7 @@ def test_files_that_cannot_work_are_refused_where_they_are_named(
     assert stranger.path in str(error)
     assert "is rejected by the authority" in str(error)
     error = problem(**authority.sign("old", until=2001))
-    assert "certificate has expired" in str(error)
+    assert "certificate has expired" in str(error) and "renew it" in str(error)
 
 
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked(

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rallypoint._core import linux
 from rallypoint.errors import ConfigError
-from rallypoint.wire.tls import Identity, new_context, told
+from rallypoint.wire.tls import Identity, new_context, next_step, told
 
 
 # Validity of generated certificates. They last as long as the process, and peers do not check the dates.
@@ -103,7 +103,10 @@ def identity_of(tls: bool | Tls) -> Identity | None:
             "tls.certificate",
             str(tls.certificate),
             f"is rejected by the authority {str(tls.authority)!r} ({told(error)})",
-            "have that authority sign it, for servers and clients, or give the authority that signed it",
+            next_step(
+                told(error),
+                "have that authority sign it, for servers and clients, or give the authority that signed it",
+            ),
         ) from None
 
 

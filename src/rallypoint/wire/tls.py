@@ -222,7 +222,7 @@ class TlsSocket(WrappedSocket):
         else:
             raise ProtocolError(f"the TLS handshake failed ({text}): {_SAME}") from None
         raise AuthenticationError(
-            f"{problem}: give all workers certificates from one authority"
+            f"{problem}: {next_step(text, 'give all workers certificates from one authority')}"
         ) from None
 
     # -- sending ---------------------------------------------------------------------------------
@@ -379,6 +379,18 @@ def new_line(
 ) -> Line:
     made = TlsLine if isinstance(sock, TlsSocket) else Line
     return made(sock, parser, kind, silence=silence)
+
+
+def next_step(text: str, otherwise: str) -> str:
+    """What to do about a certificate that is rejected with this reason of OpenSSL's.
+
+    Args:
+        text: the reason, as :func:`told` returns it.
+        otherwise: the step if the time is not to blame.
+    """
+    if "expired" in text or "not yet valid" in text:
+        return "renew it (a worker reads it when it joins), or correct the clocks"
+    return otherwise
 
 
 def told(error: ssl.SSLError) -> str:
