@@ -86,6 +86,17 @@ def test_no_job(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert said(capsys, command).startswith(nothing)
 
 
+def test_a_folder_that_others_may_enter_is_named(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_folder.mkdir()
+    own_folder.chmod(0o755)
+    why = f"{own_folder}: its mode is 0755, expected 0700; "
+    assert why in said(capsys, "stacks")
+    assert main(["ps"]) == 0
+    assert why in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_another_name(command: str, answers: Answers, capsys: pytest.CaptureFixture[str]) -> None:
     answers("train", {"id": "train"})

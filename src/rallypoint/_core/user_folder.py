@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
@@ -25,8 +26,9 @@ def check(folder: Path) -> None:
         folder.mkdir(0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError(0, "not a folder")
+        raise PermissionError(errno.EPERM, "not a folder", str(folder))
     if found.st_uid != os.geteuid():
-        raise PermissionError(0, f"belongs to uid {found.st_uid}")
+        raise PermissionError(errno.EPERM, f"belongs to uid {found.st_uid}", str(folder))
     if stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(0, f"its mode is {stat.S_IMODE(found.st_mode):04o}, expected 0700")
+        problem = f"its mode is {stat.S_IMODE(found.st_mode):04o}, expected 0700"
+        raise PermissionError(errno.EPERM, problem, str(folder))

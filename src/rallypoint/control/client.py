@@ -206,7 +206,7 @@ def connect(job: str = "") -> RunningJob:
             f"process {job} belongs to user {owner}, and only {owner} may ask about its job: sudo -u {owner} rally ps"
         )
     if not found:
-        raise NoSuchJobError("no job of this user runs on this host")
+        raise NoSuchJobError(sockets.none_found())
     if not matching:
         raise NoSuchJobError(f"no job {job!r} of this user runs on this host; there are: {names}")
     what = f"several jobs match {job!r}" if job else "several jobs run on this host"

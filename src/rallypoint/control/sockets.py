@@ -79,6 +79,22 @@ def present() -> list[Path]:
     return sorted(found)
 
 
+def none_found() -> str:
+    """What to say if there is no job: that there is none, or that this user has no folder in which one could be found."""
+    reasons = []
+    for folder in user_folder.candidates():
+        try:
+            user_folder.check(folder)
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+        else:
+            return "no job of this user runs on this host"
+    return (
+        f"no job of this user can be found on this host, because it has no private folder for them ({'; '.join(reasons)}):"
+        " remove what is in the way, and start the jobs again"
+    )
+
+
 def is_dead(path: Path) -> bool:
     """Whether no process listens on a socket any more."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as line:

@@ -69,7 +69,7 @@ def of_nodes(name: str, nodes: Mapping[int, dict[str, Any] | None], *, as_json: 
 def _shown(rows: Sequence[job_table.Row], *, as_json: bool) -> str:
     if as_json:
         return "\n".join(json.dumps(row.told) for row in rows if isinstance(row.told, dict))
-    return job_table.table(rows) if rows else "no job of this user runs on this host"
+    return job_table.table(rows) if rows else sockets.none_found()
 
 
 def _here() -> list[job_table.Row]:

@@ -103,7 +103,8 @@ def take(
                 break
         return Unfit(why)
     except OSError as error:
-        return Unfit(f"no warm server: {error}")
+        where = f"{error.filename}: " if error.filename else ""
+        return Unfit(f"no warm server: {where}{error.strerror or error}")
 
 
 def _asked(
