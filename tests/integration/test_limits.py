@@ -15,6 +15,7 @@ import pytest
 
 import supervisors
 from rallypoint._core import limits
+from stub_torch import STUB
 
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -184,6 +185,19 @@ def test_processes_of_a_cgroup(tmp_path, pids_cgroup, most):
     assert "cannot start" in said
     assert f"no more than {most} processes and threads may run in this cgroup (/sys/fs/" in said
     assert "pids.max): raise that (systemd TasksMax=" in said
+
+
+def test_threads_that_a_worker_cannot_start(tmp_path, pids_cgroup):
+    many = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "t.py").write_text(f"import threading\nfor _ in range(50): {many}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "rallypoint", "run", str(tmp_path / "t.py")],
+        env={**os.environ, "PYTHONPATH": str(STUB)},
+        preexec_fn=pids_cgroup(30), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    said = " ".join(done.stderr.split())
+    assert "RuntimeError: can't start new thread" in said
+    assert "because no more than 30 processes and threads may run in this cgroup (/sys/fs/" in said
 
 
 @pytest.mark.parametrize("most", [2, 3, 4])

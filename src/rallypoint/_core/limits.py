@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -102,10 +103,7 @@ def limit_open_files(soft: int) -> None:
 def _too_many_processes() -> str:
     for limit, current, path in _pid_cgroups():
         if current >= limit - 1:
-            return (
-                f"no more than {limit} processes and threads may run in this cgroup ({path}):"
-                " raise that (systemd TasksMax=, docker --pids-limit), or start fewer workers"
-            )
+            return _of_cgroup(limit, path)
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
         return (
@@ -114,6 +112,34 @@ def _too_many_processes() -> str:
         )
     most, name = most_processes()
     return f"no further process can be started (at most {most}: {name}): start fewer workers"
+
+
+def _of_cgroup(limit: int | None, path: str | Path) -> str:
+    return (
+        f"no more than {limit} processes and threads may run in this cgroup ({path}):"
+        " raise that (systemd TasksMax=, docker --pids-limit), or start fewer workers"
+    )
+
+
+def refused_starts() -> dict[str, int]:
+    """How many processes and threads each limit of our cgroups has refused so far, by the limit's file."""
+    found = {}
+    for _, _, path in _pid_cgroups():
+        try:
+            words = path.with_name("pids.events").read_text().split()
+        except OSError:
+            continue
+        if len(words) == 2 and words[0] == "max":
+            found[str(path)] = int(words[1])
+    return found
+
+
+def explain_refusal(before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """A sentence if a limit has refused a process or thread between the two readings of :func:`refused_starts`, else None."""
+    for path, count in after.items():
+        if count > before.get(path, count):
+            return _of_cgroup(_number(path), path)
+    return None
 
 
 def _pid_cgroups() -> list[tuple[int, int, Path]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint import events
-from rallypoint._core import call_counts, clock, shared_page, step_reports
+from rallypoint._core import call_counts, clock, limits, shared_page, step_reports
 from rallypoint._core.host_name import host_name
 
 from .output import cpu_limit, oom, shm_space
@@ -31,6 +32,8 @@ SESSION_RECORD = b'{"kind": "kept'
 LAST_WORDS_PATIENCE = 0.2
 # How many of the last lines of stderr a report keeps.
 _STDERR_LINES = 20
+# What Python and C++ say if a process or thread cannot be started.
+_REFUSED = re.compile(r"can't start new thread|Resource temporarily unavailable")
 # The start of a worker's report of an import.
 IMPORT_RECORD = b'{"kind": "import"'
 
@@ -213,6 +216,7 @@ class Generation:
         self._stopped_at: float | None = None
         self._signals_sent: set[int] = set()
         self._oom_before = oom.read_counters()
+        self._refused_before = limits.refused_starts()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -369,6 +373,10 @@ class Generation:
             case None if raised is not None and oom.tells_of_killed_child(raised.shown[1]):
                 now = oom.read_counters()
                 return oom.explain(self._oom_before, now, victim="a child of it") or ""
+            case None if raised is not None and _REFUSED.search(raised.shown[1]):
+                return limits.explain_refusal(self._refused_before, limits.refused_starts()) or ""
+            case signal.SIGABRT:  # of a C++ exception, if a library could start no thread
+                return limits.explain_refusal(self._refused_before, limits.refused_starts()) or ""
             case signal.SIGBUS:
                 return shm_space.explain(number, shm_space.read()) or ""
             case signal.SIGKILL | signal.SIGXCPU:
