@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -115,6 +116,26 @@ def test_open_files_of_a_command(tmp_path, most):
 
     said = rally(tmp_path, "--nproc-per-node", "4", preexec_fn=limit)
     assert f"no more than {most} files may be open in a process (RLIMIT_NOFILE)" in said
+
+
+LISTENS = """
+import os, resource
+from rallypoint._core.addresses import bind_store
+
+most = max(map(int, os.listdir("/proc/self/fd"))) + 1  # one, for the socket; looking up the name takes another
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+try:
+    bind_store("localhost", 0)
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def test_open_files_are_not_the_fault_of_a_port():
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{errno.EMFILE}\n"
 
 
 def test_a_size_of_files_that_leaves_no_room_for_those_in_memory(tmp_path):

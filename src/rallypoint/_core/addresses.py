@@ -11,6 +11,8 @@ from typing import Any
 
 from rallypoint.errors import ConfigError, LaunchError
 
+from . import limits
+
 
 # ConfigError's text for a port that is taken.
 IN_USE = "the port is in use"
@@ -30,6 +32,7 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
 
     Raises:
         ConfigError: the port is in use or may not be bound, or the address is not this machine's.
+        OSError: a limit of this process is reached, such as that of open files.
     """
     sock = _dual_stack() if host is None else _for_host(host, port)
     try:
@@ -39,6 +42,8 @@ def bind_store(host: str | None, port: int, flag: str = "--master-port") -> sock
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        if limits.explain(error) is not None:
+            raise  # not the port's fault
         if error.errno == errno.EADDRINUSE:
             problem, hint = IN_USE, "choose another one, or 0 for any free port"
         elif error.errno == errno.EACCES:
