@@ -411,7 +411,7 @@ def test_a_loader_that_has_begun_is_an_error(loader: str, tmp_path: Path) -> Non
     for begun in (enumerate(made), zip(made, range(9)), (each for each in made)):  # noqa: B905
         with pytest.raises(ElasticError, match="has begun to iterate over a loader whose") as error:
             one_part(tmp_path / "run", begun, -1)
-        assert str(error.value).endswith("instead of `session.batches(enumerate(loader))`")
+        assert str(error.value).endswith("and session.batch_index for the number of a batch")
     plain = DataLoader(Counted(), batch_size=4)
     with elastic.session(nn.Linear(1, 1)) as session:
         assert len(list(session.batches(enumerate(plain)))) == 8

@@ -62,7 +62,7 @@ def data(indices):
 
 with session:
     for epoch in session.epochs(epochs):
-        for step, indices in enumerate(session.batches(loader)):
+        for indices in session.batches(loader):
             position = session.position
             with session.step():
                 x, y = data(indices)

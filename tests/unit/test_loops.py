@@ -78,3 +78,28 @@ def test_a_loop_that_has_ended_stays_so_if_what_follows_it_adds_to_the_data(
                 if not is_last:
                     break
     assert found[:3] == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_the_index_of_a_batch_is_that_in_its_loop_also_after_a_new_start(tmp_path: Path) -> None:
+    net, found = torch.nn.Linear(1, 1), []
+    for is_last in (False, True):  # the second session starts behind the second step
+        with elastic.session(net, checkpoint=tmp_path) as it:
+            for batch in it.batches("abcd"):
+                if it.batch_index == 2 and not is_last:
+                    break
+                with it.step():
+                    found.append((it.batch_index, batch))
+    assert found == list(enumerate("abcd"))
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_count_of_batches_that_a_loss_makes_wrong_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, counts: bool
+) -> None:
+    with session(tmp_path) as it:
+        for _ in it.epochs(2):
+            for _ in enumerate(it.batches([1, 2])) if counts else it.batches([1, 2]):
+                pass
+    named = [each for each in caplog.messages if "test_loops.py" in each]
+    assert len(named) == counts
+    assert all("enumerate" in each and "session.batch_index" in each for each in named)

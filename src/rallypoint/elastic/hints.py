@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 
@@ -18,6 +19,7 @@ class Hints:
 
     def __init__(self) -> None:
         self._has_asked = True  # for the position, since the last step
+        self._loops: set[int] = set()
         self._said: set[str] = set()
 
     def ask_position(self) -> None:
@@ -33,6 +35,23 @@ class Hints:
                 " Loop over session.batches(…), or write `while session.position < n:` around one step"
             )
         self._has_asked = False
+
+    def begin_loop(self, number: int, batches: object) -> None:
+        """A loop over batches begins. What counts them must be the session.
+
+        Args:
+            number: of the loop within its epoch.
+            batches: the iterator that the script has got.
+        """
+        if number in self._loops:
+            return
+        self._loops.add(number)
+        if any(type(each) is enumerate for each in gc.get_referrers(batches)):
+            self._say(
+                "%s counts batches with enumerate. That count is wrong after a loss: a batch that comes again is counted twice, and a new"
+                " process begins to count at the present batch. If steps or functions depend on it, the ranks no longer match. Use"
+                " session.batch_index"
+            )
 
     def communicate(self, operation: str) -> None:
         """A collective of the script begins outside of a step."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -117,6 +118,7 @@ class Session:
         self._iterations = 0
         self._counted_epochs = 0  # in the loops over epochs so far
         self._loader: Any = None  # the one being iterated
+        self._given: Callable[[], object] = lambda: None  # what the script iterates over
         self._random_behind: RandomState | None = None  # after the last step outside a batch's body
         self._behind_break: RandomState | None = None  # after the break where this process starts
         self._hooks: list[Any] = []
@@ -147,6 +149,22 @@ class Session:
         and the line, that line is missing. (With sharded state, steps that are redone are logged once more.)
         """
         return self._course.is_rehearsing
+
+    @property
+    def batch_index(self) -> int:
+        """The number of the current batch in its loop, from 0. The same on all ranks.
+
+        .. code-block:: python
+
+            for batch in session.batches(loader):
+                with session.step():
+                    train_on(batch)
+                if session.batch_index % 100 == 0:
+                    session.run(validate)
+
+        ``enumerate`` around :meth:`batches` counts a batch that comes again twice, and begins with 0 in a new process.
+        """
+        return self._course.place.batch
 
     @property
     def history(self) -> tuple[Recovery, ...]:
@@ -245,9 +263,16 @@ class Session:
             ElasticError: this is a second loop without :meth:`epochs`, which a newcomer could not skip; another loop is under
                 way; or, with sharded state, the loader can be iterated only once.
         """
+        batches = self._batches(loader)
+        self._given = weakref.ref(batches)
+        return batches
+
+    def _batches(self, loader: Iterable[T]) -> Generator[T]:
         course, keeping = self._course, self._keeping
         self._check_loader(loader)
         is_left_out = course.begin_loop()
+        if self._resumes:
+            self._hints.begin_loop(course.loop, self._given())
         seen = self._generators.meet(course.place.seen, course.loop, loader)
         course.place = replace(course.place, seen=seen)
         if is_left_out:
@@ -791,8 +816,7 @@ class Session:
         if what := begun_in(loader):
             raise ElasticError(
                 f"session.batches: a {type(loader).__name__} has begun to iterate over a loader whose {what} the session can set only"
-                " before that; put session.batches inside: `enumerate(session.batches(loader))` instead of"
-                " `session.batches(enumerate(loader))`"
+                " before that: write `session.batches(loader)`, and session.batch_index for the number of a batch"
             )
         if self._meeting is not None and self._objects.keeps_snapshots and iter(loader) is loader:
             raise ElasticError(
