@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from rallypoint import elastic
 from rallypoint.elastic.loops import samples
@@ -114,3 +115,37 @@ def test_an_index_travels_with_its_seed() -> None:
     state = random.getstate()
     samples.seed_for(7)
     assert random.getstate() == state, "a plain index changes nothing"
+
+
+def init_a_worker(worker: int) -> None:
+    Noisy.opened = not Noisy.opened  # only once in a worker
+    np.random.seed(worker)
+
+
+class Drawn(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[list[object]]:
+        for _ in range(3):
+            yield [Noisy.opened, random.random(), torch.rand(1).item(), np.random.rand()]
+
+
+@pytest.mark.filterwarnings("ignore")  # fork with threads
+@pytest.mark.parametrize("data", [Noisy(), Drawn()])
+def test_workers_that_outlive_an_epoch_draw_as_those_that_start_with_it(data: Any) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            data, None, num_workers=2, persistent_workers=True, worker_init_fn=init_a_worker
+        )
+
+    def epoch(of: DataLoader[Any], number: int) -> list[Any]:
+        torch.manual_seed(number)
+        with samples.drawn_alike(of):
+            iterator = iter(of)
+        return list(iterator)
+
+    kept = loader()
+    first, second = (epoch(kept, number) for number in range(2))
+    assert epoch(loader(), 1) == second
+    draws = [draw for _, *each in first + second for draw in each]
+    assert len(set(draws)) == len(draws), "epochs and workers differ, and generators do"
+    assert kept.worker_init_fn is init_a_worker
+    assert list(kept) != second, "seeded for one iteration"

@@ -392,6 +392,7 @@ ATTRIBUTES = {
     "_comm_hooks",
     "_has_rebuilt_buckets",
     "_iterator",
+    "_shared_seed",
     "_BaseDataLoaderIter",
     "_index_sampler",
     "_inst",

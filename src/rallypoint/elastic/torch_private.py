@@ -11,7 +11,8 @@ import gc
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -375,6 +376,19 @@ def is_joined(net: Any) -> bool:
 def has_workers(loader: Any) -> bool:
     """Whether the worker processes of a DataLoader with ``persistent_workers`` are running."""
     return loader._iterator is not None
+
+
+@contextmanager
+def sent_to_workers(loader: Any, content: object) -> Generator[None, None, None]:
+    """An iteration that starts in this block sends something to each of the worker processes, which already run, ahead of indices."""
+    iterator = loader._iterator
+    # Torch sends it along; only data pipes read it, for which it is drawn anew.
+    iterator._shared_seed = content
+    try:
+        yield
+    finally:
+        if iterator._shared_seed is content:
+            iterator._shared_seed = None
 
 
 def sampler_of_iterator(iterator: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A loader's workers draw from generators that carry on from sample to sample. Which worker of which rank reads a sample, and
 what it has read before, changes after a loss. So with a :class:`.Sampler`, generators are seeded for each sample from the
-sampler's seed, the epoch and the sample's index.
+sampler's seed, the epoch and the sample's index. Without one, workers that outlive an epoch (``persistent_workers``) are seeded
+at the beginning of each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from rallypoint.elastic import torch_private
 
@@ -51,12 +52,16 @@ def seed_for(sample: int) -> None:
     """Seed torch's, Python's and NumPy's generators for a sample; an index that is not a :class:`Sample` changes nothing."""
     if not isinstance(sample, Sample):
         return
-    random.seed(sample.seed)
+    _seed_generators(sample.seed)
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
     # Not torch.manual_seed: that notes each seed for devices that are not in use yet.
-    torch.default_generator.manual_seed(sample.seed)
+    torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        numpy.seed(sample.seed & 0xFFFFFFFF)
+        numpy.seed(seed & 0xFFFFFFFF)
 
 
 class SeededDataset:
@@ -119,17 +124,52 @@ def drawn_alike(loader: DataLoader[Any]) -> Generator[None, None, None]:
     """A block in which iterating over a loader draws the same numbers, whether or not its workers are already running.
 
     With ``persistent_workers``, torch draws a seed for them when it starts them, so in a process that starts partway through the
-    training, the epoch's samples would come in another order.
+    training, the epoch's samples would come in another order. The workers' own generators would carry on from the epoch before
+    in one process, and begin with that seed in another.
     """
-    if not loader.persistent_workers or torch_private.has_workers(loader):
+    if not loader.persistent_workers:
         yield
         return
-    held = loader.generator
+    held, init = loader.generator, loader.worker_init_fn
     # Derived from the generator's state, without drawing from it.
     state = torch.get_rng_state() if held is None else held.get_state()
-    seed = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
-    loader.generator = torch.Generator().manual_seed(int.from_bytes(seed) >> 1)
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    seed = int.from_bytes(digest) >> 1
+    if torch_private.has_workers(loader):
+        with torch_private.sent_to_workers(loader, _Seeds(seed)):
+            yield
+        return
+    loader.generator = torch.Generator().manual_seed(seed)
+    loader.worker_init_fn = _SeededStart(init, seed)
     try:
         yield
     finally:
-        loader.generator = held
+        loader.generator, loader.worker_init_fn = held, init
+
+
+class _Seeds:
+    """Seeds the generators of the worker process that receives it. Arrives there as None."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __reduce__(self) -> Any:
+        return _seed_worker, (self._seed,)
+
+
+class _SeededStart:
+    """A ``worker_init_fn`` that seeds the generators after the script's own one, which runs only once."""
+
+    def __init__(self, init: Callable[[int], object] | None, seed: int) -> None:
+        self._init, self._seed = init, seed
+
+    def __call__(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        _seed_worker(self._seed)
+
+
+def _seed_worker(seed: int) -> None:
+    worker = get_worker_info()
+    assert worker is not None
+    _seed_generators(_mixed(seed ^ worker.id))
