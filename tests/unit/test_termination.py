@@ -50,7 +50,7 @@ def test_a_signal_that_was_held_acts_at_the_end() -> None:
 
 
 def test_children_do_not_get_it() -> None:
-    with termination.kept_from_children():
+    with termination.Children().kept():
         child = subprocess.Popen(
             [sys.executable, "-c", "print('lives'); input()"], stdin=-1, stdout=-1
         )
@@ -60,6 +60,29 @@ def test_children_do_not_get_it() -> None:
     child.communicate(b"\n", timeout=60)
     assert child.returncode == 0
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+KEEPS_WORKERS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from rallypoint import elastic
+
+data = TensorDataset(torch.arange(4))
+loader = DataLoader(data, num_workers=1, persistent_workers=True)
+with elastic.worker.termination.Children().kept():
+    iterator = iter(loader)
+next(iterator)
+"""
+
+
+def test_children_that_do_not_get_it_do_not_keep_a_process_that_exits() -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KEEPS_WORKERS],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert (found.returncode, found.stderr) == (0, b"")
 
 
 def test_outside_of_the_main_thread_signals_act_at_once() -> None:

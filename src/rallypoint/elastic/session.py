@@ -102,7 +102,7 @@ class Session:
         self._course = Course()
         # The signal to stop the job must not kill a loader's workers: the steps up to the last checkpoint still need them.
         takes_last = kept is not None and checkpoints is not None
-        around_start = termination.kept_from_children if takes_last else nullcontext
+        around_start = termination.Children().kept if takes_last else nullcontext
         self._iterators = LoaderIterators(self._course, around_start)
         self._memory: Memory | None = None
         self._keeping: Keeping = Replicated(objects, self._course, None, lambda: None)

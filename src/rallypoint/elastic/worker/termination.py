@@ -13,8 +13,11 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
+from multiprocessing import active_children, util
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from rallypoint._core import linux
 
@@ -128,11 +131,32 @@ class Termination:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@contextmanager
-def kept_from_children() -> Generator[None, None, None]:
-    """Processes started in this block never get SIGTERM: the last steps still need a loader's workers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+class Children:
+    """Processes that never get SIGTERM: the last steps still need a loader's workers.
+
+    Python ends its daemonic children by SIGTERM when it exits, and waits for them. These are killed instead, just before that.
+    """
+
+    def __init__(self) -> None:
+        self._started: WeakSet[BaseProcess] = WeakSet()
+        util.Finalize(None, _kill, (self._started,), exitpriority=0)
+
+    @contextmanager
+    def kept(self) -> Generator[None, None, None]:
+        """Processes started in this block are such children."""
+        earlier = active_children()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._started.update(each for each in active_children() if each not in earlier)
+
+
+def _kill(children: WeakSet[BaseProcess]) -> None:
+    deaf = [each for each in active_children() if each.daemon and each in children]
+    if deaf and threading.current_thread() is threading.main_thread():
+        # Torch's handler raises an error for each worker that is killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for each in deaf:
+        each.kill()
