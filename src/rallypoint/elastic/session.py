@@ -738,6 +738,7 @@ class Session:
         if loaded.is_own:
             own.random.restore()
             self._objects.buffers.fill(own.buffers)
+            self._objects.start_with_layouts(loaded.layouts)
         else:
             now = RandomState.now()
             # A loader's own place does not hold either: it counts batches for the former number of ranks.

@@ -26,7 +26,7 @@ from rallypoint._core.storage import Storage, storage_at
 from rallypoint.elastic.communication.board import Board
 from rallypoint.elastic.loops.own_state import OwnState
 from rallypoint.elastic.state.modes import Modes
-from rallypoint.elastic.state.objects import Objects
+from rallypoint.elastic.state.objects import Layout, Objects
 from rallypoint.errors import ElasticError
 
 from .checkpoint_state import TENSOR, HostCopy, State
@@ -57,11 +57,13 @@ class Loaded:
         record: the checkpoint's.
         own: this rank's state if the number of ranks is the same as then; else rank 0's.
         is_own: whether ``own`` is this rank's.
+        layouts: which gradients each DDP module reduced together, if that was known.
     """
 
     record: Record
     own: OwnState
     is_own: bool
+    layouts: tuple[Layout | None, ...] = ()
 
 
 class _StillWriting(Exception):
@@ -89,7 +91,9 @@ class Checkpoints:
         self._every, self._keep = every, keep
         self._state = State(())
         self._modes: Modes | None = None
+        self._objects: Objects | None = None
         self._flags: dict[str, bool] = {}  # in the copy
+        self._layouts: tuple[Layout | None, ...] = (None,)  # there, too
         self._is_sharded = False
         self._last_step: LastStep | None = None
         self._rank, self._size = 0, 1
@@ -126,6 +130,7 @@ class Checkpoints:
             check: raises RuntimeError if what the GPU holds is wrong because a member was lost while it computed.
         """
         self._check = check
+        self._objects = objects
         self._state, self._modes = State(objects.given), objects.modes
         self._is_sharded = size > 1 and bool(self._state.owners())
         self._rank, self._size = rank, size
@@ -234,7 +239,10 @@ class Checkpoints:
         packed: list[torch.Tensor] = state[checkpoint_files.SESSION]["ranks"]
         is_own = len(packed) == self._size
         own = OwnState.unpack(packed[self._rank if is_own else 0].numpy().tobytes())
-        return Loaded(record, own, is_own)
+        # Nor did they write these.
+        layouts = state[checkpoint_files.SESSION].get("layouts", ())
+        settled = tuple(None if each is None else tuple(map(tuple, each)) for each in layouts)
+        return Loaded(record, own, is_own, settled)
 
     # -- at the boundary of a step ----------------------------------------------------------------
 
@@ -291,6 +299,8 @@ class Checkpoints:
         self._copy.take(self._state.now())
         if self._modes is not None:
             self._flags = self._state.flags(self._modes.changed())
+        if self._objects is not None and None in self._layouts:  # DDP never changes one
+            self._layouts = self._objects.layouts()
         try:
             self._check()
         except RuntimeError as error:
@@ -423,6 +433,7 @@ class Checkpoints:
                 [TENSOR, f"{checkpoint_files.SESSION}.ranks.{rank}"] for rank in range(len(ranks))
             ],
             "flags": self._flags,
+            "layouts": list(self._layouts),
         }
         nested[checkpoint_files.SESSION] = {
             "ranks": ranks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -404,6 +405,31 @@ class Objects:
                     self._settle(net, layout)
             self._new_at[net] = self._age(net)
         self._goes_back = {}
+
+    def start_with_layouts(self, layouts: Sequence[Layout | None]) -> None:
+        """Training continues from a checkpoint, with the layouts that DDP's modules had there.
+
+        DDP's first pass in a process has another layout, which rounds sums in another order.
+
+        Args:
+            layouts: from :meth:`layouts`; one that does not fit its module is ignored.
+        """
+        if len(layouts) != len(self.ddp):
+            return
+        for net, layout in zip(self.ddp, layouts, strict=True):
+            count = len(self._made_of[net][0])
+            fits = layout is not None and sorted(itertools.chain(*layout)) == list(range(count))
+            # Outside of `rally run`, nobody answers what DDP asks rank 0 for.
+            if (
+                layout is None
+                or not fits
+                or not isinstance(torch_private.group_of_ddp(net), KeptGroup)
+            ):
+                continue
+            torch_private.reset_reducer(net)
+            self.static_graphs.prepare(net, None, has_layout=True)
+            self._settle(net, layout)
+            self._new_at[net], self._passes[net] = self._age(net), self._passes_to_layout(net)
 
     def _settle(self, net: DistributedDataParallel, layout: Layout) -> None:
         self._settled[net] = layout
