@@ -111,8 +111,17 @@ def test_the_whole_machine_out_of_memory(machine):
     before = machine.read()
     machine.vmstat(2)
     assert explain(before, machine.read()) == (
-        "this machine ran out of memory, and the kernel's OOM killer ended processes"
+        "perhaps killed by the kernel's OOM killer, which ended processes on this machine meanwhile"
     )
+
+
+def test_somebody_elses_process_is_no_evidence(machine):
+    machine.belongs_to("0::/job")
+    machine.v2("job", 0)
+    machine.vmstat(1)
+    before = machine.read()
+    machine.vmstat(2)  # in another container
+    assert explain(before, machine.read()) is None
 
 
 def test_nothing_moved_nothing_is_said(machine):

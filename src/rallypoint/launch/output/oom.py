@@ -2,7 +2,8 @@
 
 A process killed for memory looks like any SIGKILL. The kernel counts its kills per memory cgroup
 (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine (``/proc/vmstat``); a counter
-that rose while the job ran is the evidence. A worker whose child was killed has raised an exception that says only that.
+that rose while the job ran is the evidence. The machine's counts other containers' processes, too, so it matters only where no
+cgroup's can be read. A worker whose child was killed has raised an exception that says only that.
 """
 
 from __future__ import annotations
@@ -71,8 +72,15 @@ def explain(before: OomCounters, after: OomCounters, *, victim: str = "") -> str
         if kills > before.groups.get(file, kills):
             killed = f"{victim} was killed" if victim else "killed"
             return f"{killed} by the kernel's OOM killer: memory limit of the cgroup ({file})"
-    if before.machine is not None and after.machine is not None and after.machine > before.machine:
-        return "this machine ran out of memory, and the kernel's OOM killer ended processes"
+    # They also count who was killed because the whole machine had no memory left.
+    is_known = bool(before.groups.keys() & after.groups.keys())
+    if is_known or before.machine is None or after.machine is None:
+        return None
+    if after.machine > before.machine:
+        killed = f"{victim} was perhaps killed" if victim else "perhaps killed"
+        return (
+            f"{killed} by the kernel's OOM killer, which ended processes on this machine meanwhile"
+        )
     return None
 
 
