@@ -153,6 +153,7 @@ SANS_IO = {
     "launch/policy/decide.py",
     "launch/policy/events.py",
     "launch/policy/generations.py",
+    "launch/policy/repeats.py",
     "launch/policy/sessions.py",
     "launch/policy/state.py",
     "launch/coordination/step_tables.py",

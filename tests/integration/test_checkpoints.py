@@ -839,8 +839,12 @@ with elastic.session(net, optimizer, checkpoint=place, checkpoint_every=5) as se
                                 whom += psutil.Process(whom[0]).children(recursive=True)
                                 whom = [getattr(each, "pid", each) for each in whom]
                                 random.Random(0).shuffle(whom)
+                            # Twice, as `timeout` does; systemd sends SIGHUP to all processes of a session right afterwards.
                             for each in whom:
                                 os.kill(each, signal.SIGTERM)
+                            time.sleep(0.02)
+                            for each in whom:
+                                os.kill(each, signal.SIGTERM if who < 200 else signal.SIGHUP)
                             while not session._kept.link.is_stopping:
                                 time.sleep(0.01)
                             continue

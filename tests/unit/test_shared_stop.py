@@ -54,7 +54,7 @@ ALONE, ALL = SignalReceived(signal.SIGTERM), SignalReceived(signal.SIGTERM, ever
 
 def test_a_node_that_is_told_alone_leaves_after_a_moment() -> None:
     node = Node(1)
-    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
     assert node.told == ["workers", "told"]
     assert node.decided == []
     assert node.moment_over is not None
@@ -65,7 +65,7 @@ def test_a_node_that_is_told_alone_leaves_after_a_moment() -> None:
 
 def test_nodes_that_are_all_told_stop_the_job() -> None:
     node = Node(0)
-    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
     node.stop.hear(0)
     assert node.decided == [ALL]
     assert not node.now.state.leaves
@@ -83,7 +83,7 @@ def test_others_that_are_told_do_not_stop_a_node_that_is_not() -> None:
 def test_words_of_another_generation_do_not_count() -> None:
     node = Node(0)
     node.now.state = replace(node.now.state, generation=1)
-    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
     node.stop.hear(0)
     assert node.decided == []
 
@@ -99,17 +99,17 @@ def test_words_of_another_generation_do_not_count() -> None:
     ids=str,
 )
 def test_where_nothing_is_to_be_found_out_nobody_waits(state: dict[str, Any]) -> None:
-    assert not Node(0, **state).stop.begin(signal.SIGTERM)
-    assert not Node(0).stop.begin(signal.SIGINT)
+    assert not Node(0, **state).stop.begin(signal.SIGTERM, 0.0)
+    assert not Node(0).stop.begin(signal.SIGINT, 0.0)
     without = Node(0)
     without.saves = False
-    assert not without.stop.begin(signal.SIGTERM)
+    assert not without.stop.begin(signal.SIGTERM, 0.0)
 
 
 def test_where_the_job_may_be_requeued_nodes_ask_whose_workers_cannot_save() -> None:
     node = Node(0, matters=True)
     node.saves = False
-    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
     assert node.told == ["told"], "workers get the signal, and nothing to wait for"
     node.stop.hear(0)
     assert node.decided == [ALL]
@@ -117,7 +117,7 @@ def test_where_the_job_may_be_requeued_nodes_ask_whose_workers_cannot_save() -> 
 
 def test_a_job_that_has_one_node_left_ends_with_it_where_it_may_be_requeued() -> None:
     node = Node(0, nodes=1, matters=True)
-    assert node.stop.begin(signal.SIGTERM)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
     node.stop.hear(0)
     assert node.decided == [ALL]
 
@@ -125,6 +125,14 @@ def test_a_job_that_has_one_node_left_ends_with_it_where_it_may_be_requeued() ->
 @pytest.mark.parametrize("repeats", [False, True])
 def test_a_second_signal_is_haste_unless_the_cluster_repeats_it(repeats: bool) -> None:
     node = Node(0, sigterm_repeats=repeats)
-    assert node.stop.begin(signal.SIGTERM)
-    assert node.stop.begin(signal.SIGTERM) is repeats
-    assert not node.stop.begin(signal.SIGINT)
+    assert node.stop.begin(signal.SIGTERM, 0.0)
+    assert node.stop.begin(signal.SIGTERM, 2.1) is repeats
+    assert not node.stop.begin(signal.SIGINT, 2.1)
+
+
+def test_a_signal_that_is_delivered_twice_is_no_haste() -> None:
+    node = Node(0)
+    assert node.stop.begin(signal.SIGTERM, 5.0)
+    assert node.stop.begin(signal.SIGTERM, 5.1)
+    assert node.stop.begin(signal.SIGHUP, 5.1)
+    assert node.told == ["workers", "told"]

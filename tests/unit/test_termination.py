@@ -57,6 +57,7 @@ def test_children_do_not_get_it() -> None:
     assert child.stdin and child.stdout
     assert child.stdout.readline() == b"lives\n"
     os.kill(child.pid, signal.SIGTERM)
+    os.kill(child.pid, signal.SIGHUP)
     child.communicate(b"\n", timeout=60)
     assert child.returncode == 0
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -83,6 +84,35 @@ def test_children_that_do_not_get_it_do_not_keep_a_process_that_exits() -> None:
         check=False,
     )
     assert (found.returncode, found.stderr) == (0, b"")
+
+
+HANGUP = """
+import os, signal, sys, time
+from rallypoint.elastic.worker import termination
+
+def child(names):
+    held = termination.Termination()
+    held.begin()
+    for name in names:
+        os.kill(os.getpid(), getattr(signal, name))
+    time.sleep(2 * termination.BEHIND)
+    print(*names, flush=True)
+    held.forget()
+    os.kill(os.getpid(), signal.SIGHUP)
+
+# In each order: of two that are pending, SIGHUP is delivered first.
+for names in (["SIGTERM", "SIGHUP"], ["SIGHUP", "SIGTERM"], ["SIGHUP"]):
+    pid = os.fork() or child(names)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGHUP
+"""
+
+
+def test_a_hangup_changes_nothing_only_if_it_comes_with_the_signal() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", HANGUP], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == "SIGTERM SIGHUP\nSIGHUP SIGTERM\n"
 
 
 def test_outside_of_the_main_thread_signals_act_at_once() -> None:

@@ -425,7 +425,7 @@ class Supervisor:
             events.emit(events.SignalReceived(name=policy.signal_name(number)))
             if number in config.ending_signals:
                 self._end.stop_gathering()
-            if not self._shared_stop.begin(number):
+            if not self._shared_stop.begin(number, clock.MONOTONIC.now()):
                 self._decide(policy.SignalReceived(number))
             self._ends.decide_held()
         elif number == signal.SIGWINCH:

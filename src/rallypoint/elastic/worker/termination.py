@@ -3,6 +3,8 @@
 Clusters signal all processes of a job at once. If a worker died immediately, there could be no last checkpoint. So it waits
 a moment for its supervisor, which was signalled too if the whole job is to stop, and then does what the supervisor says. If
 the supervisor says nothing, the signal was for this process alone.
+
+When a machine shuts down, systemd sends SIGHUP to all processes of a login session, right behind SIGTERM. That one changes nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from rallypoint._core import linux
 
 # Seconds that the supervisor may take to say that it was signalled, too.
 MOMENT = 1.0
+# Seconds within which SIGTERM is seen if it was sent before a SIGHUP: of two that are pending, the lower number is delivered first.
+BEHIND = 0.25
 
 
 class Word(Enum):
@@ -41,6 +45,11 @@ class Decision:
         self._is_held = False  # a signal has arrived and is held back
         self._is_told = False  # the supervisor knows of the stop
         self._is_over = False  # signals act as they did before the session
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the job is told to stop, or may be: a SIGTERM is held."""
+        return not self._is_over and (self._is_held or self._is_told)
 
     def signalled(self) -> bool:
         """SIGTERM has arrived. Returns whether it takes effect now."""
@@ -68,7 +77,7 @@ class Decision:
 
 
 class Termination:
-    """Holds this process's SIGTERM while its session runs.
+    """Holds this process's SIGTERM while its session runs, and drops a SIGHUP behind it.
 
     When the signal takes effect, a handler of the script's own runs.
     """
@@ -87,6 +96,8 @@ class Termination:
         if threading.current_thread() is threading.main_thread():
             self._before = before
             signal.signal(signal.SIGTERM, self._take)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+                signal.signal(signal.SIGHUP, self._take_hangup)
 
     def heed(self, word: Word) -> None:
         """The supervisor says something. Called in the thread that listens to it."""
@@ -116,6 +127,8 @@ class Termination:
         if self._before is not None and signal.getsignal(signal.SIGTERM) == self._take:
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
+        if signal.getsignal(signal.SIGHUP) == self._take_hangup:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._decision.signalled():
@@ -126,13 +139,24 @@ class Termination:
             self._timer.daemon = True
             self._timer.start()
 
+    def _take_hangup(self, number: int, frame: FrameType | None) -> None:
+        if not self._decision.is_stopping:
+            timer = threading.Timer(BEHIND, self._hang_up)
+            timer.daemon = True
+            timer.start()
+
+    def _hang_up(self) -> None:
+        if not self._decision.is_stopping:
+            linux.act_by_default(signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+
     def _give_up(self) -> None:
         if self._decision.moment_over():
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Children:
-    """Processes that never get SIGTERM: the last steps still need a loader's workers.
+    """Processes that never get SIGTERM or SIGHUP: the last steps still need a loader's workers.
 
     Python ends its daemonic children by SIGTERM when it exits, and waits for them. These are killed instead, just before that.
     """
@@ -145,7 +169,7 @@ class Children:
     def kept(self) -> Generator[None, None, None]:
         """Processes started in this block are such children."""
         earlier = active_children()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
         try:
             yield
         finally:

@@ -58,6 +58,7 @@ from .generations import (
     swept,
     with_reason,
 )
+from .repeats import is_repeat
 from .state import Aim, Phase, State, Verdict
 
 
@@ -326,14 +327,16 @@ def _signalled(now: float, state: State, number: int, *, everywhere: bool) -> De
         commands = (PassOn(number),) if state.running else ()
         return Decision(state, commands, f"{name} received: for the workers")
     if state.signal is None:
-        state = replace(state, signal=number, stops_job=everywhere)
+        state = replace(state, signal=number, signalled_at=now, stops_job=everywhere)
         tell = "leaving" if state.leaves else "stopped"
         decision = stop(now, state, Aim.SIGNALLED, f"{name} received", tell=tell)
         if state.phase is Phase.STOPPING:
             # It is stopping for another reason: pass the signal on without extending the grace period.
             return replace(decision, commands=(*decision.commands, SignalWorkers(number)))
         return decision
-    if state.sigterm_repeats and number == state.signal == signals.SIGTERM:
+    if is_repeat(
+        state.signal, number, now - state.signalled_at, sigterm_repeats=state.sigterm_repeats
+    ):
         return Decision(state, (), f"{name} received again, for the same reason")
     if state.phase in {Phase.STOPPING, Phase.RUNNING, Phase.SWEEPING}:
         new = replace(state, phase=Phase.SWEEPING, kill_at=None)

@@ -56,9 +56,10 @@ class State:
         kill_at: STOPPING: when SIGKILL is due. LISTENING: when the next step is due.
         asked_again: the workers were asked a second time; LISTENING is about to end.
         signal: the first signal received, if any.
+        signalled_at: when.
         stops_job: all nodes have received it.
         passed: signals for the workers alone; the job continues.
-        sigterm_repeats: SIGTERM may arrive several times for one reason, as from Slurm; a repeat hurries nobody.
+        sigterm_repeats: SIGTERM may arrive several times for one reason, as from Slurm; a late repeat hurries nobody, either.
         max_losses: how many workers may be replaced in place within ``loss_window`` seconds.
         kept: local indices of workers in a session.
         arriving: local indices of workers that take a lost one's place and have not entered their session.
@@ -102,6 +103,7 @@ class State:
     kill_at: float | None = None
     asked_again: bool = False
     signal: int | None = None
+    signalled_at: float = 0.0
     stops_job: bool = False
     peers_done: bool = False
     passed: frozenset[int] = frozenset()

@@ -52,13 +52,16 @@ class SharedStop:
         self._decide = decide
         self._matters = matters
         self._waits = False
+        self._told_at = 0.0
 
-    def begin(self, number: int) -> bool:
+    def begin(self, number: int, now: float) -> bool:
         """This node gets a signal. Returns whether it waits to hear if the others get it, too."""
         state = self._now.state
         if self._waits:
             # A repeat for the same reason changes nothing. Any other signal is in a hurry.
-            return number == signal.SIGTERM and state.sigterm_repeats
+            passed = now - self._told_at
+            repeats = state.sigterm_repeats
+            return policy.is_repeat(signal.SIGTERM, number, passed, sigterm_repeats=repeats)
         if (
             number != signal.SIGTERM
             or state.signal is not None
@@ -68,7 +71,7 @@ class SharedStop:
             or not (self._matters or self._kept.can_save(self._now.workers))
         ):
             return False
-        self._waits = True
+        self._waits, self._told_at = True, now
         if self._kept.can_save(self._now.workers):
             self._kept.tell_of_stop(self._now.workers)
         self._coordination.tell("told", state.generation, ())
