@@ -14,6 +14,7 @@ from rallypoint.launch.config import Job, LaunchConfig, RendezvousConfig, Target
 from rallypoint.launch.coordination.interface import LoneNode
 from rallypoint.launch.output.console import Console
 from rallypoint.launch.placement import topology
+from rallypoint.launch.signals import SignalEvents
 from rallypoint.launch.supervisor import Supervisor
 
 
@@ -90,3 +91,13 @@ def test_threads_of_workers_whose_number_torch_is_still_to_count(
         replace(CONFIG, workers_per_node=workers, accelerator=accelerator), node
     )._start_server()
     assert given.get("OMP_NUM_THREADS") == threads
+
+
+def test_a_hangup_that_comes_with_another_signal_is_taken_last() -> None:
+    numbers = {signal.SIGHUP, signal.SIGTERM}
+    with SignalEvents(numbers) as received:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert received.take() == [signal.SIGTERM, signal.SIGHUP]

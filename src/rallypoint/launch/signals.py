@@ -127,14 +127,17 @@ class SignalEvents:
         return self._read
 
     def take(self) -> list[int]:
-        """The signals received since the last call, in order."""
+        """The signals received since the last call, in order, with SIGHUP last.
+
+        Of two that are pending, the lower number is delivered first, but systemd sends SIGHUP right behind SIGTERM.
+        """
         try:
             while os.read(self._read, 4096):
                 pass
         except BlockingIOError:
             pass
         received, self._received = self._received, []
-        return received
+        return sorted(received, key=lambda number: number == signal.SIGHUP)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._received.append(number)
