@@ -99,6 +99,7 @@ TORCH_INSIDE_FUNCTIONS = {
 SANS_IO = {
     "_core/half_open.py",
     "_core/rank_words.py",
+    "_core/signal_repeats.py",
     "control/messages.py",
     "control/stacks/stack_records.py",
     "control/stacks/stack_groups.py",
@@ -153,7 +154,6 @@ SANS_IO = {
     "launch/policy/decide.py",
     "launch/policy/events.py",
     "launch/policy/generations.py",
-    "launch/policy/repeats.py",
     "launch/policy/sessions.py",
     "launch/policy/state.py",
     "launch/coordination/step_tables.py",

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from rallypoint._core import addresses, linux, secret
-from rallypoint._core.clock import Deadline
+from rallypoint._core.clock import MONOTONIC, Deadline
+from rallypoint._core.signal_repeats import is_repeat
 from rallypoint.errors import ConfigError
 from rallypoint.launch.avoidance import avoid_file
 from rallypoint.launch.command_line.given import Given, resolve
@@ -273,6 +274,7 @@ class _Job:
         self._say = say
         self._call = call
         self.signal: int | None = None
+        self._signalled_at = 0.0
         self._orders: list[tuple[tuple[str, ...], bytes]] = []  # command, first line
         self._waiting: list[_Start] = []
         self._beginning: set[int] = set()  # hosts that have not read their orders yet
@@ -433,7 +435,10 @@ class _Job:
         if number == signal.SIGTSTP:
             self._pause()
             return
-        self.signal = number
+        now = MONOTONIC.now()
+        if self.signal is not None and is_repeat(self.signal, number, now - self._signalled_at):
+            return
+        self.signal, self._signalled_at = number, now
         self._tell_all(number)
         if number == signal.SIGHUP:
             self._patience = Deadline(_HANG_UP)

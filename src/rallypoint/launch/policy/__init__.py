@@ -38,7 +38,7 @@ Rules:
    joins the round in the same way; if the round has formed without it, it ends its workers.
 8. A symptom does not stop the other workers at once, because the one with the cause may still be cleaning up. For
    ``moment`` seconds the supervisor listens to them and asks which exceptions they handle. Then it sends SIGTERM.
-9. The first signal stops the job. A second one ends it at once, unless it ``is_repeat``: whatever passes signals on may deliver
+9. The first signal stops the job. A second one ends it at once, unless it is a repeat: whatever passes signals on may deliver
    one twice.
 """
 
@@ -89,7 +89,6 @@ from .events import (
     Swept,
     WorkerEnded,
 )
-from .repeats import is_repeat
 from .sessions import why_nobody_is_admitted
 from .state import Aim, Phase, State, Verdict, awaits_sessions, is_at_full_strength, is_past
 
@@ -143,7 +142,6 @@ __all__ = [
     "decide",
     "is_at_full_strength",
     "is_past",
-    "is_repeat",
     "signal_name",
     "start",
     "why_nobody_is_admitted",

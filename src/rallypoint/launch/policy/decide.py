@@ -6,6 +6,8 @@ import signal as signals
 from dataclasses import replace
 from typing import assert_never
 
+from rallypoint._core.signal_repeats import is_repeat
+
 from . import sessions
 from .commands import (
     Command,
@@ -58,7 +60,6 @@ from .generations import (
     swept,
     with_reason,
 )
-from .repeats import is_repeat
 from .state import Aim, Phase, State, Verdict
 
 

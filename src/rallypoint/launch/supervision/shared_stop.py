@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from rallypoint._core.signal_repeats import is_repeat
 from rallypoint.launch import policy
 from rallypoint.launch.coordination.interface import Coordination
 from rallypoint.launch.policy import Phase
@@ -61,7 +62,7 @@ class SharedStop:
             # A repeat for the same reason changes nothing. Any other signal is in a hurry.
             passed = now - self._told_at
             repeats = state.sigterm_repeats
-            return policy.is_repeat(signal.SIGTERM, number, passed, sigterm_repeats=repeats)
+            return is_repeat(signal.SIGTERM, number, passed, sigterm_repeats=repeats)
         if (
             number != signal.SIGTERM
             or state.signal is not None

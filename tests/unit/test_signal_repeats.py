@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rallypoint.launch import policy
+from rallypoint._core.signal_repeats import is_repeat
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_what_is_delivered_twice_is_a_repeat(
     first: str, number: str, seconds: float, *, repeats: bool
 ) -> None:
     two = signal.Signals[first], signal.Signals[number]
-    assert policy.is_repeat(*two, seconds) is repeats
+    assert is_repeat(*two, seconds) is repeats
 
 
 def test_slurm_repeats_sigterm_much_later() -> None:
-    assert policy.is_repeat(signal.SIGTERM, signal.SIGTERM, 30.0, sigterm_repeats=True)
-    assert not policy.is_repeat(signal.SIGTERM, signal.SIGINT, 30.0, sigterm_repeats=True)
+    assert is_repeat(signal.SIGTERM, signal.SIGTERM, 30.0, sigterm_repeats=True)
+    assert not is_repeat(signal.SIGTERM, signal.SIGINT, 30.0, sigterm_repeats=True)
