@@ -979,6 +979,8 @@ def test_an_elastic_job_whose_nodes_are_all_told_to_stop_takes_a_last_checkpoint
         wait_until((folder / "fault 0").exists, "rank 1 in its step")
         for each in nodes:
             each.send_signal(signal.SIGTERM)
+            time.sleep(0.02)
+            each.send_signal(signal.SIGTERM)  # as from a wrapper that got it, too
             time.sleep(0.3)  # the time between two hosts of a cluster
         said = [each.communicate(timeout=100)[1] for each in nodes]
     finally:
