@@ -101,6 +101,10 @@ def loss_of(model: Any, batch: Batch, how: str = "plain") -> torch.Tensor:
         energy = model(x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return (energy - y).square().mean() + (force - x.detach()).square().mean()
+    if how == "slopes":  # the gradient with respect to the parameters is part of the loss
+        loss = (model(x) - y).square().mean()
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(each.square().sum() for each in slopes)
     found = value_in(model(x))
     if how == "in place":
         found /= 2.0
@@ -175,6 +179,12 @@ def test_a_loss_with_gradients_in_it_runs_back_twice_and_exchanges_once(mode: st
     with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
         for found in ranks.run(case):
             torch.testing.assert_close(found, alone(every, how="forces"), rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_that_a_loss_contains_are_not_weighted_themselves(pairs: Ranks) -> None:
+    every = [[], batches_of([3, 2], 1)]
+    for found in pairs.run(lambda: replay(every[dist.get_rank()], how="slopes")):
+        torch.testing.assert_close(found, alone(every, how="slopes"), rtol=1e-10, atol=1e-12)
 
 
 def test_a_function_of_the_users_counts_samples_in_every_kind_of_loader(pairs: Ranks) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -45,6 +45,7 @@ class GradientScale:
         self._at_outputs = at_outputs
         self._at_parameters = at_parameters
         self._handles: list[RemovableHandle] = []
+        self._nodes: list[Node] = []  # their hooks would end with them
         self._factor = 1.0
         self._used_before: frozenset[nn.Module] = frozenset()
 
@@ -62,7 +63,7 @@ class GradientScale:
         if self._handles:
             for handle in self._handles:
                 handle.remove()
-            self._handles = []
+            self._handles, self._nodes = [], []
             return
         for module in self._at_outputs:
             self._handles += [
@@ -76,16 +77,15 @@ class GradientScale:
             if p.is_floating_point() or p.is_complex()
         }
         for p, module in every.values():
-            with _trainable(p):
-                self._handles.append(p.register_hook(self._scaled))  # type: ignore[no-untyped-call]
-                if _notes_use(module):
-                    accumulates = get_gradient_edge(p).node
-                    self._handles.append(
-                        accumulates.register_prehook(partial(self._withheld, module))
-                    )
+            # Not a hook of the parameter: it would also scale what autograd.grad() returns, which a loss may contain.
+            node = accumulation_of(p)
+            self._nodes.append(node)
+            self._handles.append(node.register_prehook(self._scaled))
+            if _notes_use(module):
+                self._handles.append(node.register_prehook(partial(self._withheld, module)))
 
-    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        return _times(gradient, self._factor)
+    def _scaled(self, gradients: Sequence[torch.Tensor | None]) -> Any:
+        return tuple(None if each is None else _times(each, self._factor) for each in gradients)
 
     def _withheld(self, module: nn.Module, gradients: Sequence[torch.Tensor | None]) -> Any:
         # DDP exchanges which parameters were used, and takes those with a gradient as used. A replayed batch must not
@@ -116,6 +116,12 @@ class GradientScale:
         if not self._factor:
             return None
         return tree_map(partial(_scale, factor=1.0 / self._factor, found=[]), (args, kwargs))
+
+
+def accumulation_of(parameter: nn.Parameter) -> Node:
+    """The node that adds to the parameter's ``.grad``. Its hooks last as long as the node: as someone, such as DDP, keeps it."""
+    with _trainable(parameter):
+        return get_gradient_edge(parameter).node
 
 
 @contextmanager
