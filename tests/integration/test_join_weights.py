@@ -105,22 +105,34 @@ def loss_of(model: Any, batch: Batch, how: str = "plain") -> torch.Tensor:
         loss = (model(x) - y).square().mean()
         slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return loss + sum(each.square().sum() for each in slopes)
+    if how == "pair":  # two forward passes, one backward pass
+        return (model(x) - y).square().mean() + (model(-x) + y).square().mean()
+    if how == "critic":  # so it is with a gradient penalty between them
+        energy, away = loss_of(model, batch, "forces"), loss_of(model, (-x, y), "forces")
+        return energy - 0.5 * away
+    if how == "turns":  # each forward pass has its own backward pass, which exchanges gradients
+        (model(x) - y).square().mean().backward()
+        return (model(-x) + y).square().mean()
     found = value_in(model(x))
     if how == "in place":
         found /= 2.0
     return (found - y).square().mean()
 
 
-def alone(every: list[list[Batch]], form: str = "tensor", how: str = "plain") -> torch.Tensor:
+def alone(
+    every: list[list[Batch]], form: str = "tensor", how: str = "plain", accumulation: int = 1
+) -> torch.Tensor:
     """One process: in each step the samples of all ranks."""
     model = model_of(form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(max(map(len, every))):
+    steps = max(map(len, every))
+    for step in range(steps):
         here = [each[step] for each in every if step < len(each)]
         union = (torch.cat([x for x, _ in here]), torch.cat([y for _, y in here]))
-        optimizer.zero_grad()
         loss_of(model, union, how).backward()
-        optimizer.step()
+        if (step + 1) % accumulation == 0 or step + 1 == steps:
+            optimizer.step()
+            optimizer.zero_grad()
     return flat(model)
 
 
@@ -179,6 +191,46 @@ def test_a_loss_with_gradients_in_it_runs_back_twice_and_exchanges_once(mode: st
     with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
         for found in ranks.run(case):
             torch.testing.assert_close(found, alone(every, how="forces"), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("how", "accumulation"), [("pair", 1), ("critic", 1), ("turns", 1), ("turns", 2)]
+)
+def test_several_passes_in_a_step_equal_one_process(how: str, accumulation: int) -> None:
+    every = [batches_of([3] * n, seed) for seed, n in enumerate((1, 3))]
+
+    def case() -> torch.Tensor:
+        data, model = every[dist.get_rank()], model_of()
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        how_joined: Any = {"weighting": "samples", "replay": False, "accumulation": accumulation}
+        with Join([ddp, optimizer], **how_joined) as join:
+            for batch in join.batches(data):
+                with contextlib.nullcontext() if join.syncs else ddp.no_sync():
+                    loss_of(ddp, batch, how).backward()
+                if join.syncs:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return flat(model)
+
+    wanted = alone(every, how=how, accumulation=accumulation)
+    # Ranks for this test alone: if it fails, they wait for each other.
+    with contextlib.closing(Ranks(2, group_timeout=5)) as ranks:
+        for found in ranks.run(case):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_several_passes_that_a_rank_cannot_know_are_an_error() -> None:
+    def case() -> str:
+        data, ddp = [[], batches_of([3], 1)][dist.get_rank()], DistributedDataParallel(model_of())
+        with pytest.raises(RuntimeError) as raised, Join([ddp], replay=False) as join:
+            for batch in join.batches(data):
+                loss_of(ddp, batch, "turns").backward()
+        return str(raised.value)
+
+    # The rank without inputs waits for the other one.
+    with contextlib.closing(Ranks(2, group_timeout=2)) as ranks:
+        assert "runs forward several times in a step" in ranks.run(case)[1]
 
 
 def test_gradients_that_a_loss_contains_are_not_weighted_themselves(pairs: Ranks) -> None:

@@ -44,14 +44,3 @@ def test_a_step_that_was_left_is_missing_its_rest(order: list[Pass], done: int, 
     assert passes.order == order
     assert passes.missing(steps + 1) == order
     assert passes.missing(steps) == (order[done:] if done else order)
-
-
-def test_a_module_has_run_back_once_for_each_forward_pass() -> None:
-    passes = Passes(2)
-    assert not passes.has_run_back(0, 0)
-    note(passes, 0, [Pass(0, True), Pass(1, True), Pass(0, False)])
-    assert passes.has_run_back(0, 0)
-    assert not passes.has_run_back(0, 1)
-    assert not passes.has_run_back(1, 0), "a new step"
-    passes.note(0, 0, forward=True)
-    assert not passes.has_run_back(0, 0)

@@ -436,6 +436,19 @@ class Join:
         known = run.schedule is not None and not self._replays_now
         if known and isinstance(module, DistributedDataParallel):
             run.check_sync(type(module).__name__, module.require_backward_grad_sync)
+            self._check_known_passes(run)
+
+    def _check_known_passes(self, run: Run) -> None:
+        """Raise if a rank that never had inputs cannot know how often the only model runs in a step."""
+        assert run.schedule is not None
+        has_learned = (
+            run.base > 0 or run.schedule.least > 0
+        )  # it has run out of a window before, or not yet
+        if not has_learned and len(self._models) == 1 and run.passes.has_begun(run.step):
+            raise JoinError(
+                f"{self._models[0].name} runs forward several times in a step, and a rank without any inputs cannot know how"
+                " often; iterate over join.batches(loader), without replay=False"
+            )
 
     def _count_forward(self, run: Run) -> None:
         if run.step < 0:

@@ -44,12 +44,9 @@ class Passes:
             self._before, self._step, self._now = self.order, step, []
         self._now.append(Pass(module, forward))
 
-    def has_run_back(self, step: int, module: int) -> bool:
-        """Whether each forward pass of the module in this step has had its backward pass."""
-        if step != self._step:
-            return False
-        own = [each.forward for each in self._now if each.module == module]
-        return 0 < own.count(True) <= own.count(False)
+    def has_begun(self, step: int) -> bool:
+        """Whether a pass of this step has started."""
+        return step == self._step
 
     @property
     def order(self) -> list[Pass] | None:

@@ -107,6 +107,12 @@ class Run:
             return self.began_with
         return self.schedule.num_active(start - self.base)
 
+    @property
+    def num_active(self) -> int:
+        """The number of ranks that have inputs in this step."""
+        assert self.schedule is not None
+        return self.schedule.num_active(self.step - self.base)
+
     def confirm(self) -> None:
         """Check that the step took place. A shadowing rank calls this after a step's exchange, before it uses the gradients.
 

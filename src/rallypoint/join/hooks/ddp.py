@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from rallypoint.errors import JoinError
@@ -21,6 +20,7 @@ from rallypoint.join.run import Run
 from rallypoint.join.schedule import Schedule
 from rallypoint.join.state import Part, dense_parts, digest, share
 from rallypoint.join.torch_private import tree_leaves
+from rallypoint.join.weights import accumulation_of
 
 from .sync_batch_norm import exchanges_statistics
 
@@ -61,8 +61,12 @@ class DdpMember(Member):
         self._run: Run | None = None
         self._parameters: list[nn.Parameter] = []
         self._index = 0
-        # The accumulation whose kept gradients have been scaled.
+        # The accumulation whose kept gradients have been scaled. What an exchange leaves is scaled before the next one.
         self._accumulation = NEVER
+        # The last shadowed step that exchanged gradients.
+        self._brought = NEVER
+        # Whether a forward pass has had no backward pass yet.
+        self._waits = False
         # Whether the last backward pass exchanged gradients; whether a shadowed step did.
         self._exchanged, self._shadowed = True, False
         # Whether the step being shadowed exchanges gradients.
@@ -72,7 +76,7 @@ class DdpMember(Member):
 
     def enter(self, run: Run, stack: ExitStack, kwargs: dict[str, Any]) -> None:
         self._run = run
-        self._accumulation = NEVER
+        self._accumulation = self._brought = NEVER
         self._index = run.add_module()
         run.averaged |= {id(p) for p in torch_private.ddp_parameters(self.ddp)}
         self._exchanged, self._shadowed, self._zeros = True, False, None
@@ -80,7 +84,11 @@ class DdpMember(Member):
         self.ran_back = not self.ddp.require_forward_param_sync
         # This includes parameters that are frozen now: DDP exchanges their gradients if they were not when it was made.
         self._parameters = torch_private.ddp_parameters(self.ddp)
+        self._waits = False
         stack.callback(self.ddp.register_forward_hook(self._after_forward).remove)
+        for each in self._parameters:
+            node = accumulation_of(each)  # DDP keeps it
+            stack.callback(node.register_prehook(self._before_accumulation).remove)
         torch_private.answer_sync(self.ddp, self._tell_sync, stack)
         torch_private.keep_divisor(self.ddp, stack)
         self.ddp.join_hook(**kwargs)  # it sets the divisor, and notes it in DDP's log
@@ -145,18 +153,18 @@ class DdpMember(Member):
         passes.note(step, index, forward=True)
         self._syncs = bool(self.ddp.require_backward_grad_sync)
         outputs = [output] if isinstance(output, torch.Tensor) else _tensors(output)
-        outputs = [each for each in outputs if each.requires_grad]
-        if len(outputs) == 1:
-            outputs[0].register_hook(self._before_backward)  # type: ignore[no-untyped-call]
-        elif outputs:
-            register_multi_grad_hook(outputs, self._before_backward, mode="any")
-        else:
+        self._waits = any(each.requires_grad for each in outputs)
+        if not self._waits:
             passes.note(step, index, forward=False)  # its backward pass cannot be observed
 
-    def _before_backward(self, _: torch.Tensor) -> None:
+    def _before_accumulation(self, _: Sequence[torch.Tensor | None]) -> None:
+        # Not at the outputs: autograd.grad() runs back through them without an exchange, and several forward passes can
+        # share one backward pass. DDP exchanges once after its last forward pass, as parameters receive their gradients.
+        if not self._waits:
+            return
+        self._waits = False
         run = self._run
-        if run is None or run.passes.has_run_back(run.step, self._index):
-            return  # a loss that contains gradients runs through the outputs twice, but exchanges once
+        assert run is not None
         run.passes.note(run.step, self._index, forward=False)
         exchanged, self._exchanged = self._exchanged, bool(self.ddp.require_backward_grad_sync)
         self.ran_back = not self._exchanged
@@ -167,6 +175,8 @@ class DdpMember(Member):
             if start != self._accumulation:
                 self._accumulation = start
                 self._raise_standing(lambda: run.sharing(run.step))
+            elif exchanged:  # earlier in this step, with all that ranks without inputs had to bring
+                self._raise_standing(lambda: run.num_active)
         elif exchanged and self._exchanged and run.told is not None:
             # In other steps, torch's protocol does not count the ranks.
             work, count = run.told
@@ -259,7 +269,7 @@ class DdpMember(Member):
         unused = ddp.find_unused_parameters and not ddp.static_graph
         used = self._used_anywhere(buckets) if unused else None
         run.confirm()
-        self._shadowed = True
+        self._shadowed, self._brought = True, run.step
         for bucket, result in zip(buckets, results, strict=True):
             self._take(bucket, result, used)
         torch_private.share_parameter_order(ddp)
@@ -268,7 +278,7 @@ class DdpMember(Member):
         """Add gradients that this rank has accumulated but not yet exchanged."""
         run = self._run
         assert run is not None
-        if not run.pending:
+        if not run.pending or self._brought == run.step:
             return
         # DDP divides before its own all-reduce; a user's communication hook divides on its own.
         divisor = 1 if torch_private.has_comm_hook(self.ddp) else run.world_size
