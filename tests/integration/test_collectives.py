@@ -138,6 +138,11 @@ def moved_types() -> None:
             broadcast(x, 1).tolist()
             == torch.arange(2 * size).add(1).remainder(5).to(dtype).tolist()
         )
+        every = [torch.arange(2 * size).add(r).remainder(5).to(dtype) for r in range(size)]
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        total = torch.stack(every).to(wide).sum(0)
+        assert all_reduce(x).tolist() == total.to(dtype).tolist()
+        assert reduce_scatter(x).tolist() == total.to(dtype).chunk(size)[rank].tolist()
     mean = all_reduce(torch.full((2,), float(rank)), op="mean")
     assert mean.tolist() == [(size - 1) / 2] * 2
     part = reduce_scatter(torch.full((size,), float(rank)), op="mean")

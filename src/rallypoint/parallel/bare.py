@@ -44,6 +44,11 @@ _SUMMED_IN = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
 }
 
 
