@@ -44,7 +44,7 @@ def check_types(x: object, group: object, dim: object = 0, src: object = 0) -> N
             "x",
             "a tensor with a tangent",
             "collectives have no derivative in forward mode",
-            "use backward() or torch.func.vjp",
+            "use backward() or torch.autograd.grad()",
         )
     for name, value in (("dim", dim), ("src", src)):
         if type(value) is not int and not is_whole(value):
