@@ -441,9 +441,8 @@ class Join:
     def _check_known_passes(self, run: Run) -> None:
         """Raise if a rank that never had inputs cannot know how often the only model runs in a step."""
         assert run.schedule is not None
-        has_learned = (
-            run.base > 0 or run.schedule.least > 0
-        )  # it has run out of a window before, or not yet
+        # It had inputs in an earlier window, or has some in this one.
+        has_learned = run.base > 0 or run.schedule.least > 0
         if not has_learned and len(self._models) == 1 and run.passes.has_begun(run.step):
             raise JoinError(
                 f"{self._models[0].name} runs forward several times in a step, and a rank without any inputs cannot know how"
