@@ -162,7 +162,7 @@ class Run:
         if self.replays:
             return False
         if self.schedule is not None:
-            return self.schedule.num_active(self.step - self.base) < self.world_size
+            return self.num_active < self.world_size
         if self.shadows or self.told is None:
             return self.shadows and self.modules > 0
         work, count = self.told
