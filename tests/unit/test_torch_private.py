@@ -21,6 +21,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -360,6 +361,9 @@ def ddp() -> Iterator[DistributedDataParallel]:
         yield DistributedDataParallel(torch.nn.Linear(2, 2))
     finally:
         dist.destroy_process_group()
+        # Gloo's thread may need the GIL to let go of its last call. Whoever destroys the group meanwhile waits for that thread, and
+        # keeps the GIL: pytest would hang.
+        time.sleep(0.05)
 
 
 # Attributes of objects: their names, and what each test below finds through our functions.
