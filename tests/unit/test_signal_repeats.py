@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from rallypoint._core.signal_repeats import is_repeat
+from rallypoint._core.signal_repeats import MOMENT, is_repeat
+from rallypoint.launch.supervision.worker_signals import SILENCE
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,8 @@ def test_what_is_delivered_twice_is_a_repeat(
 def test_slurm_repeats_sigterm_much_later() -> None:
     assert is_repeat(signal.SIGTERM, signal.SIGTERM, 30.0, sigterm_repeats=True)
     assert not is_repeat(signal.SIGTERM, signal.SIGINT, 30.0, sigterm_repeats=True)
+
+
+def test_a_signal_that_is_sent_as_advised_is_no_repeat() -> None:
+    # After this long, `rally run` says that a second signal kills the workers.
+    assert SILENCE >= MOMENT
