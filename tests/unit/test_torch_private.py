@@ -21,12 +21,12 @@ import runpy
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ from torch.utils import _pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from private_names import foreign_private_names
-from rallypoint._core import tested_torch
+from rallypoint._core import ddp_groups, tested_torch
 from rallypoint.compat import torch_private as of_compat
 from rallypoint.elastic import torch_private as of_elastic
 from rallypoint.elastic.loops import samples
@@ -172,6 +172,12 @@ def callees() -> Iterator[Callee]:
             " pg_tag, device_id, group_desc",
             "around_groups",
         ),
+        (
+            sys.modules["torch.distributed.rendezvous"],  # the attribute is a function
+            "_create_c10d_store",
+            "hostname, port, rank, world_size, timeout, use_libuv",
+            "_separate_keys",
+        ),
     ):
         yield Callee(owner, name, parameters, launch + ours)
     number = "typing.SupportsInt | typing.SupportsIndex"
@@ -246,7 +252,7 @@ def callees() -> Iterator[Callee]:
             DDP,
             "_ddp_init_helper",
             "self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph",
-            "renew_reducer",
+            "renew_reducer, launch/torch_private.py: hold_groups",
         ),
         (
             dist,
@@ -358,12 +364,11 @@ def nothing_is_left() -> None:
 def ddp() -> Iterator[DistributedDataParallel]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield DistributedDataParallel(torch.nn.Linear(2, 2))
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        ddp_groups.hold(model)
+        yield model
     finally:
         dist.destroy_process_group()
-        # Gloo's thread may need the GIL to let go of its last call. Whoever destroys the group meanwhile waits for that thread, and
-        # keeps the GIL: pytest would hang.
-        time.sleep(0.05)
 
 
 # Attributes of objects: their names, and what each test below finds through our functions.
@@ -617,12 +622,42 @@ def test_torch_knows_the_names_and_ranks_of_its_groups() -> None:
         assert len(of_launch.process_groups()) == 2
         group = dist.group.WORLD
         model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        ddp_groups.hold(model)
     finally:
         dist.destroy_process_group()
     assert of_launch.process_groups() == [group], "its last owner is the model"
     del model
     gc.collect()
     assert of_launch.process_groups() == []
+
+
+def test_only_a_group_that_has_formed_uses_up_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    rendezvous: Any = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    has_formed = of_launch._separate_keys(distributed_c10d)
+
+    def meet(world_size: int = 2) -> str:
+        store = rendezvous._create_c10d_store(
+            "127.0.0.1", server.port, 1, world_size, timedelta(seconds=60)
+        )
+        store.set("key", "")
+        found = next(each for each in ("key", "group_1/key", "group_2/key") if server.check([each]))
+        server.delete_key(found)
+        return found
+
+    assert meet() == meet() == "key", "the first attempt has failed"
+    has_formed()
+    has_formed()  # a group of some ranks
+    assert meet() == "group_1/key"
+    assert meet(3) == "key", "other ranks may meet at the same store"
+    has_formed()
+    assert meet() == "group_1/key"
+    has_formed()
+    assert meet() == "group_2/key"
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert meet() == "key", "each group has a store of its own"
 
 
 # Around a program that imports torch: collections during that, and taking torch apart at exit, are a third of its time.

@@ -16,13 +16,14 @@ import sys
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import TracebackException
 from types import FrameType
 from typing import Any
 
-from rallypoint._core import env
+from rallypoint._core import ddp_groups, env
 
 
 # The text of another process's exception, as concurrent.futures attaches it; multiprocessing's class is public.
@@ -53,7 +54,7 @@ def around_groups(
 ) -> None:
     """Have this process create its process groups in a context, and call a function before the first one.
 
-    Does nothing if torch is not imported yet.
+    Each default group that follows another one gets keys of its own in the store. Does nothing if torch is not imported yet.
 
     Args:
         at_first: called once, right before the first group is created.
@@ -64,15 +65,68 @@ def around_groups(
     if create is None:
         return
     waiting = [at_first]
+    has_formed = _separate_keys(c10d)
 
     @functools.wraps(create)
     def create_in_context(*args: Any, **more: Any) -> Any:
         if waiting:
             waiting.pop()()
         with around():
-            return create(*args, **more)
+            created = create(*args, **more)
+        has_formed()
+        return created
 
     c10d._new_process_group_helper = create_in_context
+
+
+def _separate_keys(c10d: Any) -> Callable[[], None]:
+    """Have each default group of this process use other keys in the job's store than the ones before it.
+
+    torch gives all of them the same keys, as if each had a store to itself: a rank would find the address that another one had
+    in the group before.
+
+    Returns:
+        To be called whenever a group has formed. (If some ranks' attempt fails, all use the same keys again.)
+    """
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+    connect = module._create_c10d_store
+    groups: Counter[tuple[str, int, int]] = Counter()
+    meeting: list[tuple[str, int, int]] = []
+
+    @functools.wraps(connect)
+    def connect_with_prefix(
+        hostname: str, port: int, rank: int, world_size: int, *args: Any, **more: Any
+    ) -> Any:
+        store = connect(hostname, port, rank, world_size, *args, **more)
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return store  # rank 0 serves one for this group
+        place = hostname, port, world_size
+        meeting[:] = [place]
+        count = groups[place]
+        return c10d.PrefixStore(f"group_{count}", store) if count else store
+
+    def has_formed() -> None:
+        groups.update(meeting)
+        meeting.clear()
+
+    module._create_c10d_store = connect_with_prefix
+    return has_formed
+
+
+def hold_groups() -> None:
+    """Have all DistributedDataParallel modules that are made from now on end before their groups do."""
+    module: Any = sys.modules.get("torch.nn.parallel.distributed")
+    kind: Any = getattr(module, "DistributedDataParallel", None)
+    initialize = getattr(kind, "_ddp_init_helper", None)
+    if initialize is None:
+        return
+
+    @functools.wraps(initialize)
+    def initialize_and_hold(self: Any, *args: Any, **more: Any) -> None:
+        initialize(self, *args, **more)
+        ddp_groups.hold(self)
+
+    kind._ddp_init_helper = initialize_and_hold
 
 
 def begin_flight_recorder(calls: int) -> None:

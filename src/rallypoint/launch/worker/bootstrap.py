@@ -241,12 +241,14 @@ def _own_state() -> None:
 
 
 def _watch_groups(fd: int) -> None:
-    """Once there is a process group, report its collectives to the supervisor on request. Gloo's threads wait their turn."""
+    """Once there is a process group, report its collectives to the supervisor on request. Gloo's threads wait their turn, and no
+    group ends before a model that uses it."""
     own_pid = os.getpid()
 
     def start() -> None:
         from . import collective_thread
 
+        torch_private.hold_groups()
         if os.getpid() == own_pid:  # not in a child that the script has forked
             collective_thread.start(fd)
 

@@ -14,6 +14,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.nn.parallel import DistributedDataParallel
+
+from rallypoint._core import ddp_groups
 
 from .reach import Reached
 from .transfer import CAPTURED
@@ -37,6 +40,8 @@ def average(module: torch.nn.Module) -> None:
     for each in module.parameters():
         if each.requires_grad:
             _averaged[id(each)] = each
+    if isinstance(module, DistributedDataParallel):
+        ddp_groups.hold(module)
 
 
 def is_averaged(leaf: Tensor | None) -> bool:
