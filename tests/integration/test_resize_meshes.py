@@ -46,7 +46,8 @@ elif way == "tp":
     parallelize_module(net, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     net = replicate(net, mesh=mesh["dp"])
     sharing = mesh["dp"].get_group()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+# One call for all parameters, where these are alike: as DTensors, each takes long.
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, foreach=way == "hsdp")
 sampler = elastic.Sampler(samples, batch_size=batch_size, seed=3, group=sharing)
 loader = DataLoader(range(samples), batch_sampler=sampler)
 session = elastic.session(
