@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rallypoint.launch import MultiprocessConfig, launch_subprocesses
 EARLY
 
+WAY
+
 def setup():
     import rallypoint.elastic
 
@@ -26,18 +28,17 @@ def train():
     LATE
     atexit.register(gc.freeze)  # or an interpreter that ends looks through all of torch for cycles
     torch.manual_seed(0)
-    net = DistributedDataParallel(torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with elastic.session(net, optimizer) as session:
+    net = torch.nn.Linear(2, 2)
+    averaged, *optimizer = made(net)
+    with elastic.session(averaged, *optimizer) as session:
         while session.position < 4:
             with session.step():
                 if session.position == 2 and dist.get_rank() == 1 and not os.path.exists("fault"):
                     pathlib.Path("fault").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                net(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return session.position, net.module.weight.sum().item()
+                averaged(torch.ones(1, 2)).sum().backward()
+                stepped(net, *optimizer)
+        return session.position, net.weight.sum().item()
 
 if __name__ == "__main__":
     method, *early = sys.argv[1:]
@@ -46,16 +47,36 @@ if __name__ == "__main__":
 """
 
 
+WITH_TORCHS_CLASSES = """
+def made(net):
+    return DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.1)
+
+def stepped(net, optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# For processes that import all by themselves: with torch's classes they would import torch._dynamo, nearly a second more.
+BY_HAND = """
+def made(net):
+    return (net,)
+
+def stepped(net):
+    for each in net.parameters():
+        dist.all_reduce(each.grad)
+        each.data -= 0.1 * each.grad / dist.get_world_size()
+        each.grad = None
+"""
 IMPORT = "from rallypoint import elastic"
 
 
-def script(*, early: bool) -> str:
+def script(*, early: bool, way: str = WITH_TORCHS_CLASSES) -> str:
     """With the import in its module, or in its function."""
-    return SCRIPT.replace("EARLY", IMPORT * early).replace("LATE", "pass" if early else IMPORT)
+    text = SCRIPT.replace("WAY", way)
+    return text.replace("EARLY", IMPORT * early).replace("LATE", "pass" if early else IMPORT)
 
 
-def ended(folder: Path, *words: str, early: bool = False) -> str:
-    (folder / "train.py").write_text(script(early=early))
+def ended(folder: Path, *words: str, early: bool = False, way: str = WITH_TORCHS_CLASSES) -> str:
+    (folder / "train.py").write_text(script(early=early, way=way))
     done = run(
         [sys.executable, "train.py", *words],
         cwd=folder,
@@ -68,7 +89,8 @@ def ended(folder: Path, *words: str, early: bool = False) -> str:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_function_may_train_in_a_session(tmp_path: Path, method: str) -> None:
-    said = ended(tmp_path, method, early=True)
+    way = BY_HAND if method == "spawn" else WITH_TORCHS_CLASSES
+    said = ended(tmp_path, method, early=True, way=way)
     assert (tmp_path / "fault").exists()
     assert said.count("takes its place, the others keep theirs") == 1, said
     first, second = (
