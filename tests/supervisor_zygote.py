@@ -44,6 +44,9 @@ _SUPERVISORS = (
     "rallypoint.launch.supervisor",
     "rallypoint.launch.command_line.settings",
     "rallypoint.launch.coordination.coordinator",
+    # Where several nodes meet, each supervisor would import these.
+    "rallypoint.launch.coordination.peers",
+    "rallypoint.rendezvous.backends.tcp_home",
     "rallypoint.control.slowness.slow_words",
     *(f"rallypoint.rendezvous.backends.{each}" for each in ("tcp", "etcd", "file", "memory")),
 )
