@@ -116,6 +116,13 @@ def _function_of(item: pytest.Item) -> Any:
     return getattr(made, "__func__", made)
 
 
+# What many cases import on each of their ranks: they find it loaded. The second takes a quarter of a second.
+_USED_BY_RANKS = [
+    *("pytest", "torch.distributed.optim", "rallypoint.join", "rallypoint.parallel"),
+    *("torch.distributed.fsdp", "torch.distributed.algorithms.ddp_comm_hooks"),
+]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude what is loaded now from collections: tests that look for leaks collect often."""
     # torch's threads wait for one another by spinning, which is slow when other tests want the CPU, too.
@@ -123,6 +130,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.freeze()
     gc.enable()
+    if "rallypoint.testing.ranks" in sys.modules:
+        sys.modules["rallypoint.testing.ranks"].preloaded += _USED_BY_RANKS
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -18,14 +18,15 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from rallypoint._core import code_files, scheduling
+from rallypoint._core import code_files, collector, scheduling
 
 
 # Seconds allowed for one case, unless the caller says otherwise.
 LIMIT = 60.0
 # Seconds after which a collective gives up.
 GROUP_TIMEOUT = 30.0
-_IMPORTS = f"{__package__}.rank_imports"
+# What is imported in the process that ranks are forked from, if it does not run yet.
+preloaded = [f"{__package__}.rank_imports"]
 
 StartMethod = Literal["forkserver", "fork", "spawn"]
 
@@ -177,7 +178,7 @@ class Ranks:
 
     def _start(self) -> None:
         if self._context.get_start_method() == "forkserver":
-            self._context.set_forkserver_preload([_IMPORTS])
+            self._context.set_forkserver_preload(preloaded)
         # The ranks' FileStore removes this file.
         handle, meeting = tempfile.mkstemp(prefix="ranks-")
         os.close(handle)
@@ -210,6 +211,7 @@ def _rank(pipe: Connection, rank: int, world_size: int, meeting: str, timeout: f
     import torch
     import torch.distributed as dist
 
+    collector.keep()  # whatever else is preloaded
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, world_size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=timeout)
