@@ -41,6 +41,9 @@ if attempt == "0":  # which ends before anything is imported
     if rank == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
+import atexit, gc
+gc.set_threshold(1_000_000)  # or a fifth of the time that torch's import takes is collections
+atexit.register(gc.freeze)  # or an interpreter that ends looks through all of torch for cycles
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
