@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -151,6 +152,20 @@ def test_a_module_that_hides_another_of_its_name_is_not_taken_for_it(
     (other / f"{module_from_a_path.__name__}.py").write_text("")
     monkeypatch.syspath_prepend(other)
     assert pack(module_from_a_path.double) == by_value
+
+
+class _Thresholds:
+    """Loaded as those of the garbage collector at that time."""
+
+    def __reduce__(self):
+        return gc.get_threshold, ()
+
+
+def test_nothing_is_collected_while_a_call_and_what_it_imports_are_loaded():
+    before = gc.get_threshold()
+    packed = cloudpickle.dumps(payload.Call(plain, (_Thresholds(),), {}))
+    assert payload._load(memoryview(packed)).args[0][0] == 0
+    assert gc.get_threshold() == before
 
 
 def test_a_result_that_cannot_be_loaded_names_its_rank():

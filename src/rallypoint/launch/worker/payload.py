@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TextIO
 
-from rallypoint._core import code_files, env as environment, forks, limits, linux, raised
+from rallypoint._core import code_files, collector, env as environment, forks, limits, linux, raised
 from rallypoint.errors import ConfigError, LaunchError
 from rallypoint.launch import torch_private
 from rallypoint.launch.multiprocess_config import MultiprocessConfig
@@ -335,7 +335,9 @@ def run(fds: WorkerFds) -> None:
 
 def _load(packed: memoryview) -> Call:
     try:
-        call: Call = pickle.loads(packed)  # noqa: S301  written by the caller of this job: see the top
+        # This imports the modules of the call: torch, too, if this process is no fork.
+        with collector.paused():
+            call: Call = pickle.loads(packed)  # noqa: S301  written by the caller of this job: see the top
     except ImportError as error:
         _show_less(error)
         raise LaunchError(
