@@ -18,9 +18,8 @@ help:            ## list the targets
 # pip would compile 10,000 files, most of which nobody imports: three quarters of a minute.
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --requirement requirements-dev.txt
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[examples,etcd,gpu,tls,traces]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch --requirement requirements-dev.txt \
+	    --editable '.[examples,etcd,gpu,tls,traces]'
 	touch $@
 
 demo: $(STAMP)   ## train a model on two processes, with plots, in under a minute
@@ -35,7 +34,7 @@ test-beside: $(STAMP) ## its first part: five files in parallel
 	    -m "not long and not alone and not wild and not wheel"
 
 test-clocks: $(STAMP) ## its second part: timing-sensitive tests
-	$(BIN)/python -m pytest -q -n 3 $(AT_A_TIME) -m "not long and alone and not wild and not wheel" \
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --no-loadscope-reorder -m "not long and alone and not wild and not wheel" \
 	    $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # In a new clone, each of the processes that run tests in parallel would compile all files for itself.
