@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -647,10 +648,12 @@ def test_a_body_may_have_several_steps_and_functions(tmp_path: Path) -> None:
         lines, all_lines = (
             (tmp_path / name / f"log {rank}").read_text().splitlines() for name in ("job", "calm")
         )
-        # In order, and each once; the ones of lost processes may be missing.
-        rest = iter(all_lines)
-        assert all(line in rest for line in lines)
-        assert len(all_lines) - len(lines) <= sum(each[1] == rank for each in faults)
+        # In order, and each once; but a rank that was lost just after it wrote a line may repeat that step, with all others.
+        once, rest = [line for line, _ in itertools.groupby(lines)], iter(all_lines)
+        assert all(line in rest for line in once), (lines, all_lines)
+        assert len(lines) - len(once) <= sum(each[1] == rank for each in faults)
+        # A rank that did not see the end of a step, which others have completed, lacks that line.
+        assert len(all_lines) - len(once) <= len(faults)
 
 
 # Two loops over batches in each epoch, the first of them left early in epoch 1.

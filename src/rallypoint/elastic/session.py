@@ -145,8 +145,9 @@ class Session:
         """Whether what the script does now has no effect, so that values computed in the last step mean nothing.
 
         True after a loss, in the rest of a body whose step was ended; and where a body begins again, until its complete part
-        is over. Log, and write files, only if it is False: no line comes twice then, but if a process is lost between its step
-        and the line, that line is missing. (With sharded state, steps that are redone are logged once more.)
+        is over. Log, and write files, only if it is False: then a line comes twice only if a process is lost just after it wrote
+        it, before any other rank has completed the step. It is missing if a process is lost between its step and the line, or did
+        not see the end of a step that others have completed. (With sharded state, steps that are redone are logged once more.)
         """
         return self._course.is_rehearsing
 
