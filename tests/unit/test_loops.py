@@ -103,3 +103,36 @@ def test_a_count_of_batches_that_a_loss_makes_wrong_is_named_once(
     named = [each for each in caplog.messages if "test_loops.py" in each]
     assert len(named) == counts
     assert all("enumerate" in each and "session.batch_index" in each for each in named)
+
+
+@pytest.mark.parametrize("where", ["step", "body", "epoch", "function", "learning rate", "average"])
+def test_a_change_outside_of_a_step_that_a_loss_makes_twice_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    net = torch.nn.Linear(1, 1)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with elastic.session(net, average, optimizer, scheduler, checkpoint=tmp_path) as it:
+        for epoch in it.epochs(3):
+            for x in it.batches(torch.ones(5, 1)):
+                with it.step():
+                    net(x).sum().backward()
+                    optimizer.step()
+                    if where == "step":
+                        scheduler.step()
+                if where == "body":
+                    scheduler.step()
+                if where == "average":
+                    average.update_parameters(net)
+            if where == "epoch":
+                scheduler.step()
+            if where == "function":
+                it.run(scheduler.step)
+            if where == "learning rate":
+                optimizer.param_groups[0]["lr"] = 0.1 / (epoch + 1)
+    told = [each.message for each in caplog.records if "outside of a step" in each.message]
+    scheduled = "the state of a StepLR"
+    what = {"body": scheduled, "epoch": scheduled, "average": "parameters"}
+    assert len(told) == (where in what)
+    assert all(f"has changed {what[where]} outside of a step. " in each for each in told)

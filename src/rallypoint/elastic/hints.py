@@ -61,6 +61,14 @@ class Hints:
             operation,
         )
 
+    def change_outside(self, what: str) -> None:
+        """A step begins, and since the one before the script has changed what the session holds."""
+        self._say(
+            "before %s, the script has changed %s outside of a step. After a loss, some ranks change it once more, and the ranks differ"
+            " from then on. Put it into session.step(), or into a function for session.run(), such as `session.run(scheduler.step)`",
+            what,
+        )
+
     def _say(self, text: str, *args: str) -> None:
         if text in self._said:
             return

@@ -33,6 +33,7 @@ from .loops.loaders import begun_in, loaders_in, samplers_in, takes_batches_for_
 from .loops.local_values import LocalValues
 from .loops.own_state import OwnState
 from .loops.rng import RandomState, keep_local
+from .outside_changes import OutsideChanges
 from .recovery import resizing
 from .recovery.keeping import Keeping
 from .recovery.meeting import Meeting, Recovery
@@ -95,6 +96,8 @@ class Session:
         self._late = LateCollectives(matters=not objects.keeps_snapshots)
         self._undo = Undo(objects)
         self._hints = Hints()
+        resumes = kept is not None or checkpoints is not None
+        self._outside = OutsideChanges(objects, matters=resumes)
         self._generators = LoaderGenerators()
         self._kept = kept
         self._checkpoints = checkpoints
@@ -317,6 +320,7 @@ class Session:
             course.end_batches()
             self._loader = None
             keeping.end_batches()
+            self._outside.end_part()
 
     def step(self) -> AbstractContextManager[None]:
         """One step: the block runs again if a process is lost while it runs.
@@ -502,7 +506,10 @@ class Session:
 
     def _catch_up(self, error: BaseException | None = None) -> None:
         assert self._meeting is not None
+        before = len(self._meeting.history)
         self._meeting.catch_up(error)
+        if len(self._meeting.history) > before:
+            self._outside.forget()
         self._heed_resize()
 
     def _heed_resize(self) -> None:
@@ -552,6 +559,8 @@ class Session:
             self._prepare_rehearsal(None).enter()
             self._in_step = self._rehearses = True
             return
+        if what := self._outside.begin_step():
+            self._hints.change_outside(what)
         behind = None if course.in_body else self._random_behind
         if not course.in_body and not self._is_task:
             self._pass_boundary()
@@ -584,6 +593,10 @@ class Session:
             course.note_complete(is_task=self._is_task)
             self._objects.note_complete()
             self._late.end_step()
+            if self._is_task and not course.in_body:
+                self._outside.end_part()
+            else:
+                self._outside.end_step()
             if self._is_task and meeting is not None and meeting.begun is not None:
                 # Reading all parameters at the start of every function would cost too much where each step runs one.
                 changes = meeting.begun.changes
@@ -702,6 +715,7 @@ class Session:
         self._course.rehearse(steps)
 
     def _prepare_rehearsal(self, random: RandomState | None) -> Rehearsal:
+        self._outside.forget()
         if self._rehearsal is None:
             # Outside of `rally run` all ranks rehearse after loading a checkpoint, and their collectives are real.
             groups = () if self._kept is None else self._kept.groups

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .digests import digest
 from .plain_data import plain
 
 
@@ -58,6 +59,14 @@ class Settings:
                 why = str(error) or "it is too large"
                 _log.info("a %s is not copied in each step: %s", type(each).__name__, why)
         return [groups, rest]
+
+    def digests(self) -> list[tuple[str, str]]:
+        """For each of the other objects with little state: its class, and a digest of its state."""
+        rest = self.copied()[1]
+        return [
+            (type(each).__name__, digest(state))
+            for each, state in zip(self._others, rest, strict=True)
+        ]
 
     @torch.no_grad()
     def restore(self, saved: Sequence[Any]) -> None:
