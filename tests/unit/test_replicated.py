@@ -89,9 +89,9 @@ class Counts(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("generators")
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("by", ["the source", "one that has it from a source that is lost", ""])
 def test_a_buffer_that_all_ranks_have_alike_comes_from_the_others(
-    memories: list[Memory], *, is_known: bool
+    memories: list[Memory], by: str
 ) -> None:
     lost, other = Counts(1.0), Counts(2.0)
     memories.append(Memory())
@@ -102,13 +102,20 @@ def test_a_buffer_that_all_ranks_have_alike_comes_from_the_others(
     other.count += 1  # for example, an average is updated
     course.note_complete(is_task=False)
     told = source.buffers_behind(1)
+    if by.startswith("one"):
+        memories.append(Memory())
+        third = Replicated(Objects([Counts(3.0)]), Course(), memories[-1], lambda: None)
+        third.begin_step(is_task=False)
+        third.note_collective()  # it does not see the end of the step
+        third.settle(Verdict(0, (1, 2), 1, ()), None, receives=True, is_new=False, buffers=told)
+        told = third.buffers_behind(1)
     kept = Replicated(Objects([lost]), Course(), memories[0], lambda: None)
     kept.begin_step(is_task=False)
     kept.note_collective()  # it dies after the collective
     place = Counts(0.0)
     newcomer = Replicated(Objects([place]), Course(), taken_over(memories), lambda: None)
     place.load_state_dict(other.state_dict())  # what it receives
-    buffers = told if is_known else b"-"
+    buffers = told if by else b"-"
     newcomer.settle(Verdict(0, (1,), 1, ()), None, receives=True, is_new=True, buffers=buffers)
     assert place.own.item() == 1.0
-    assert place.count.item() == is_known
+    assert place.count.item() == bool(by)

@@ -57,6 +57,7 @@ class Replicated:
         self.own = held[0] if held else None
         self._before = held[1] if len(held) > 1 else None  # of the previous step
         self._packed = self._packed_before = b""
+        self._received = (-1, b"")  # what settle() was told after so many steps (buffers_behind)
         self.random: RandomState | None = None
         self.ranks = 0
         self.communicates = False
@@ -149,7 +150,11 @@ class Replicated:
     def buffers_behind(self, steps: int) -> bytes:
         found = (each for each in (self.own, self._before) if each is not None)
         own = next((each for each in found if each.steps + 1 == steps and each.later), None)
-        return b"" if own is None else self._objects.buffers.digests(own.later_buffers)
+        if own is not None:
+            return self._objects.buffers.digests(own.later_buffers)
+        # The rank that gave this one its state may have been lost before all had met.
+        at, received = self._received
+        return received if at == steps else b""
 
     def settle(
         self,
@@ -277,6 +282,7 @@ class Replicated:
             )
             return
         own.newest.restore()
+        self._received = (steps, theirs)
         alike = () if is_exact else _alike(self._objects.buffers.digests(own.buffers), theirs)
         # A buffer that was the same on both ranks at that point is not this rank's own. It may have changed since, after the
         # collective, as an average's count of updates does. The received state includes that change.
