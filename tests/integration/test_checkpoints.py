@@ -942,6 +942,20 @@ def test_a_job_that_is_lost_goes_on_at_its_last_checkpoint(tmp_path: Path, calm:
     assert sorted(first) == list(range(48))
 
 
+def test_rank_0_may_be_lost_in_the_very_first_step_and_in_the_first_one_behind_a_checkpoint(
+    tmp_path: Path, calm: list[Any]
+) -> None:
+    faults = [[0, 0], [13, 1]]
+    lost = job(tmp_path / "job", faults, "--max-losses", "1")
+    assert lost.returncode == 128 + signal.SIGKILL
+    again = job(tmp_path / "job", [*faults, [10, 0]])
+    assert again.returncode == 0, again.stderr
+    assert "rank 0 is back at step 0" in lost.stderr and "rank 0 is back at step 10" in again.stderr
+    assert "was not written" not in lost.stderr + again.stderr
+    assert ends(tmp_path / "job") == calm
+    assert names(tmp_path / "job" / "checkpoints") == [name_of(step) for step in (15, 20, 24)]
+
+
 @pytest.mark.parametrize("who", [101, 201], ids=["supervisor", "all processes"])
 def test_a_job_that_is_told_to_stop_takes_a_last_checkpoint(
     tmp_path: Path, calm: list[Any], who: int

@@ -21,7 +21,15 @@ import torch
 
 from rallypoint._core import clock
 from rallypoint._core.checkpoint_folder import entries
-from rallypoint._core.checkpoint_records import RECORD, Entry, Record, name_of, to_load, to_remove
+from rallypoint._core.checkpoint_records import (
+    RECORD,
+    Entry,
+    Record,
+    name_of,
+    step_of,
+    to_load,
+    to_remove,
+)
 from rallypoint._core.storage import Storage, storage_at
 from rallypoint.elastic.communication.board import Board
 from rallypoint.elastic.loops.own_state import OwnState
@@ -252,7 +260,17 @@ class Checkpoints:
 
     def join_at(self, step: int) -> None:
         """This process has taken a lost one's place, after this many steps. The lost one may not have reached this boundary."""
-        self._newest = step - 1
+        self._newest = max(step - 1, self._loaded_step())
+
+    def _loaded_step(self) -> int:
+        """The step of the checkpoint that all ranks began with; 0 if there was none. No rank takes another one of that step."""
+        try:
+            note = None if self._board is None else self._board.peek("load")
+        except Exception as error:  # noqa: BLE001  of any store
+            _log.debug("rank %d does not know which checkpoint was loaded: %s", self._rank, error)
+            return 0
+        name = None if note is None else json.loads(note)
+        return 0 if name is None else step_of(name) or 0
 
     def is_last(self, step: int) -> bool:
         """The job is told to stop: whether to take the last checkpoint here. At some boundary, it is True on all ranks."""
@@ -402,7 +420,7 @@ class Checkpoints:
             self._write_one(own, key)
         except _StillWriting:
             self._tell_slow(step)
-            self._try_to_remove([name_of(step)])
+            self._remove_rest(name_of(step))
         except Exception as error:  # noqa: BLE001  whatever it is, training goes on
             what, then = "checkpoint", "training goes on"
             if self._ends:
@@ -413,7 +431,7 @@ class Checkpoints:
                 "the %s of step %d was not written to %s: %s; %s",
                 *(what, step, self._storage, error, then),
             )
-            self._try_to_remove([name_of(step)])
+            self._remove_rest(name_of(step))
         else:
             # The checkpoint is complete: if the folder cannot be listed now, that is no reason to remove it.
             self._prune(name_of(step))
@@ -512,6 +530,17 @@ class Checkpoints:
         self._try_to_remove(
             to_remove(found, written=written, keep=self._keep, passed_over=self._passed_over)
         )
+
+    def _remove_rest(self, name: str) -> None:
+        """Remove what there is of a checkpoint that could not be written. A complete one of the same step stays."""
+        try:
+            self._storage.read(f"{name}/{RECORD}")
+        except FileNotFoundError:
+            self._try_to_remove([name])
+        except Exception as error:  # noqa: BLE001  of any storage
+            _log.debug(
+                "it is not known whether %s at %s is complete: %s", name, self._storage, error
+            )
 
     def _try_to_remove(self, names: Sequence[str]) -> None:
         for name in names:
