@@ -6,7 +6,8 @@ torch, :mod:`rallypoint.elastic`, :mod:`rallypoint.rpc`, :mod:`rallypoint.parall
 :mod:`rallypoint.compat`. :mod:`rallypoint.events` has the events they emit. :func:`progress` reports how far a script is.
 """
 
-from rallypoint._core.step_reports import progress
+from typing import TYPE_CHECKING, Any
+
 from rallypoint.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -19,6 +20,9 @@ from rallypoint.errors import (
     WorkersFailed,
 )
 
+
+if TYPE_CHECKING:
+    from rallypoint._core.step_reports import progress
 
 __version__ = "0.1.0"
 
@@ -35,3 +39,11 @@ __all__ = [
     "__version__",
     "progress",
 ]
+
+
+def __getattr__(name: str) -> Any:  # Any: the name above, loaded on first use
+    if name == "progress":
+        from rallypoint._core import step_reports
+
+        return step_reports.progress
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
