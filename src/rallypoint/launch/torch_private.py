@@ -88,8 +88,10 @@ def _separate_keys(c10d: Any) -> Callable[[], None]:
     Returns:
         To be called whenever a group has formed. (If some ranks' attempt fails, all use the same keys again.)
     """
-    module: Any = sys.modules["torch.distributed.rendezvous"]
-    connect = module._create_c10d_store
+    module: Any = sys.modules.get("torch.distributed.rendezvous")
+    connect = getattr(module, "_create_c10d_store", None)
+    if connect is None:
+        return lambda: None
     groups: Counter[tuple[str, int, int]] = Counter()
     meeting: list[tuple[str, int, int]] = []
 
