@@ -136,3 +136,12 @@ def test_a_change_outside_of_a_step_that_a_loss_makes_twice_is_named_once(
     what = {"body": scheduled, "epoch": scheduled, "average": "parameters"}
     assert len(told) == (where in what)
     assert all(f"has changed {what[where]} outside of a step. " in each for each in told)
+
+
+def test_what_a_function_has_returned_is_not_run() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    with (
+        elastic.session(optimizer) as it,
+        pytest.raises(TypeError, match="got a NoneType; pass the function without"),
+    ):
+        it.run(optimizer.zero_grad())  # type: ignore[arg-type, func-returns-value]

@@ -344,7 +344,14 @@ class Session:
         Returns:
             Its result. None in a process that replaced a lost one after the function had run; with sharded state, also if
             a loss takes training back to a step before it. In the rest of a body whose step was left early: its previous result.
+        Raises:
+            TypeError: ``function`` is not a function.
         """
+        if not callable(function):
+            raise TypeError(
+                f"session.run: expected a function, got a {type(function).__name__}; pass the function without calling it, as in"
+                " session.run(scheduler.step)"
+            )
         course = self._course
         key = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
         self._check_way()
