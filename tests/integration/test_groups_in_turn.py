@@ -10,6 +10,8 @@ from supervisors import RALLY, run
 pytestmark = pytest.mark.integration
 
 TRAININGS = """
+import gc, weakref
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,10 +30,25 @@ def train(number):
 
 for number in range(10):
     train(number)
+
+def threads():
+    return sum((each / "comm").read_text() == "pt_gloo_runloop\\n" for each in Path("/proc/self/task").iterdir())
+
+def train_alone():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    weakref.finalize(dist.group.WORLD, lambda: print(threads(), "threads left"))
+    assert threads()
+    dist.destroy_process_group()
+
+# When Python's own object for the group goes, so has the group: the model has gone before.
+gc.collect()
+train_alone()
+gc.collect()
 """
 
 
-def test_each_group_finds_its_own_members(tmp_path: Path) -> None:
+def test_each_group_finds_its_own_members_and_ends_after_the_model(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAININGS)
     done = run(
         [RALLY, "run", "--nproc-per-node", 2, "train.py"],
@@ -40,3 +57,4 @@ def test_each_group_finds_its_own_members(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["0 threads left"] * 2
