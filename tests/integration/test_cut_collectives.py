@@ -134,6 +134,19 @@ os._exit(0)
 
 
 def test_gloo_does_not_spin_on_what_it_leaves_unread() -> None:
+    for _ in range(3):
+        before, after = used_by_gloo()
+        print(
+            f"Gloo's thread used {before:.2f} s of CPU before, and {after:.2f} s in a second after"
+        )
+        assert after < 0.1
+        if before >= 0.2:  # on a busy machine, all may have been read before the gather failed
+            return
+    raise AssertionError("Gloo has changed: is GlooDevice.quiet still needed?")
+
+
+def used_by_gloo() -> tuple[float, float]:
+    """Seconds of CPU before and after the connections are cut, with something left unread."""
     with ExitStack() as stack:
         store = stack.enter_context(closing(ServedStore()))
         three = [
@@ -149,6 +162,4 @@ def test_gloo_does_not_spin_on_what_it_leaves_unread() -> None:
         stack.callback(lambda: [each.kill() for each in three])
         before, after = map(float, three[0].communicate(timeout=120)[0].split())
         three[1].kill()
-    print(f"Gloo's thread used {before:.2f} s of CPU before, and {after:.2f} s in a second after")
-    assert before >= 0.2, "Gloo has changed: is GlooDevice.quiet still needed?"
-    assert after < 0.1
+    return before, after
